@@ -1,0 +1,171 @@
+"""The Accelerator: one function that returns it, and the checks that it is what the accelerate YAML asked for.
+
+Without a GPU, `accelerate launch` starts the processes but each believes it is alone, and FSDP is not engaged. Here the same YAML gives
+FSDP over gloo; on a GPU nothing is changed. Whatever the device, what was asked is checked and a difference stops the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from fullshard.config import ShardingConfig
+from fullshard.errors import UserError
+from fullshard.memory import count_cpu_memory
+from fullshard.model import canonical_parameters, materialise
+from fullshard.sharding import Placement
+
+# By Accelerate's `mixed_precision`.
+COMPUTE_DTYPE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_accelerator(*, placement: Placement, sharding: ShardingConfig, trackers: list[str], output_dir: str | None = None) -> Accelerator:
+    """The Accelerator of this run, checked against the placement. Raises UserError when they differ.
+
+    Trackers that keep files of their own put them below output_dir.
+
+    CUDA and NCCL: no test here reaches that branch; it is Accelerate's own path, unchanged.
+    """
+    if not torch.cuda.is_available():
+        _engage_on_cpu(placement)
+    reduce_dtype = getattr(torch, sharding.reduce_dtype)
+    fsdp_plugin = None
+    if placement.distributed_type == "FSDP":
+        # Accelerate's own policy reduces gradients in the compute type and rounds the output to it.
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[placement.mixed_precision], reduce_dtype=reduce_dtype, output_dtype=None)
+        fsdp_plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    elif reduce_dtype != torch.float32:
+        fix = f"{placement.distributed_type} reduces gradients in fp32; write float32 or use an FSDP config"
+        raise UserError(f"sharding.reduce_dtype: {sharding.reduce_dtype}: {fix}")
+    accelerator = Accelerator(
+        fsdp_plugin=fsdp_plugin,
+        log_with=trackers or None,
+        project_dir=output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
+    )
+    _check(accelerator, placement)
+    return accelerator
+
+
+def _engage_on_cpu(placement: Placement) -> None:
+    """Make Accelerate see a gloo process group where it would see none, and let FSDP run on it.
+
+    FSDP is only considered for the MULTI_GPU type; DDP on the other hand refuses device ids on the CPU and needs MULTI_CPU.
+    The launcher gives each process one thread; they share all cores here.
+    """
+    if placement.offload_params:
+        raise UserError("fsdp_config.fsdp_offload_params: true: needs a GPU to offload from; set it to false")
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    count_cpu_memory()  # Before the model exists: what is older is not counted.
+    state = PartialState(cpu=True)
+    if placement.distributed_type == "FSDP" and state.distributed_type == DistributedType.MULTI_CPU:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        PartialState._shared_state["device"] = torch.device("cpu")
+
+
+def _check(accelerator: Accelerator, placement: Placement) -> None:
+    """Stop unless the Accelerator is what was asked for. Silence here is N unsharded runs that look like one (PUBLIC_REPORTS L01)."""
+    expected_type = {
+        "FSDP": (DistributedType.FSDP,),
+        "MULTI_GPU": (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU),
+        "NO": (DistributedType.NO,),
+    }[placement.distributed_type]
+    found = [
+        ("num_processes", placement.num_processes, accelerator.num_processes),
+        ("distributed_type", True, accelerator.distributed_type in expected_type),
+        ("mixed_precision", placement.mixed_precision, accelerator.mixed_precision),
+        ("gradient_accumulation_steps", 1, accelerator.gradient_accumulation_steps),
+    ]
+    if placement.distributed_type == "FSDP" and accelerator.distributed_type == DistributedType.FSDP:
+        mesh = accelerator.torch_device_mesh
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {}
+        found += [
+            ("fsdp_version", placement.fsdp_version, accelerator.state.fsdp_plugin.fsdp_version),
+            ("dp_replicate_size", placement.dp_replicate_size, sizes.get("dp_replicate", 1)),
+            ("dp_shard_size", placement.dp_shard_size, sizes.get("dp_shard", accelerator.num_processes if mesh is None else 1)),
+        ]
+    for key, asked, got in found:
+        if asked != got:
+            got = accelerator.distributed_type if key == "distributed_type" else got
+            asked = placement.distributed_type if key == "distributed_type" else asked
+            raise UserError(f"accelerate config: {key}: asked for {asked}, got {got}; start with `accelerate launch --config_file ...`")
+    if placement.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise UserError("accelerate config: mixed_precision: fp16: no gradient scaler on this device, small gradients vanish; use bf16")
+
+
+def prepare_model(accelerator: Accelerator, model: nn.Module, *, seed: int) -> nn.Module:
+    """Wrap a meta model by Accelerate and give each rank its initialised part. The optimizer is built on the result.
+
+    FSDP2 shards on meta and is materialised shard by shard; DDP and a single process hold the whole model and need it before wrapping.
+    """
+    if not accelerator.is_fsdp2:
+        materialise(model, device=accelerator.device, seed=seed)
+        return accelerator.prepare_model(model)
+    # Accelerate refuses a model without an optimizer, and re-binds an optimizer's parameters by data_ptr, which is 0 on meta for all:
+    # a real optimizer would be left with one parameter. So a placeholder goes in and is dropped.
+    placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
+    try:
+        model, _ = accelerator.prepare(model, placeholder)
+    except ValueError as error:
+        if "Could not find the transformer layer class" not in str(error):
+            raise
+        classes = ", ".join(sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())}))
+        asked = ",".join(accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap or [])
+        raise UserError(f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: {asked}: not in the model; choose from {classes}") from error
+    accelerator._optimizers.clear()
+    materialise(model, device=accelerator.device, seed=seed)
+    return model
+
+
+def fsdp_units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """(name, module) of each module that FSDP2 wrapped, outermost first."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def check_precision(accelerator: Accelerator, model: nn.Module, *, sharding: ShardingConfig) -> dict[str, str]:
+    """Assert the precision contract on the prepared model and return it: master weights, compute, gradient reduction, loss.
+
+    Raises RuntimeError when the model is not what was promised: that would be a fault of this code or of an upgrade, not of the user.
+    """
+    contract = {
+        "parameters": "float32",
+        "compute": str(COMPUTE_DTYPE[accelerator.mixed_precision]).removeprefix("torch."),
+        "gradient_reduction": sharding.reduce_dtype,
+        "loss": "float32",
+    }
+    for name, parameter in canonical_parameters(model):
+        if parameter.dtype != torch.float32:
+            raise RuntimeError(f"{name} is {parameter.dtype}, master weights must be float32")
+    for name, policy in precision_policies(model):
+        kept = {
+            "compute": policy.param_dtype or torch.float32,
+            "gradient_reduction": policy.reduce_dtype or policy.param_dtype or torch.float32,
+        }
+        for key, dtype in kept.items():
+            if f"torch.{contract[key]}" != str(dtype):
+                raise RuntimeError(f"unit {name or 'root'}: {key} is {dtype}, the contract says {contract[key]}")
+    if accelerator.is_fsdp2 and next(fsdp_units(model), None) is None:
+        raise RuntimeError("FSDP was asked for and no module was wrapped")
+    return contract
+
+
+def precision_policies(model: nn.Module) -> Iterator[tuple[str, MixedPrecisionPolicy]]:
+    """(name, policy) of every FSDP2 unit that owns parameters; a unit of several modules, [final norm, head], once."""
+    seen = set()
+    for name, module in fsdp_units(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield name, group.mp_policy

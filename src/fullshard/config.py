@@ -1,0 +1,307 @@
+"""The recipe: what to train. Frozen dataclasses whose field names are the YAML keys, the command-line flags and the log keys.
+
+Layer 0: imports neither torch nor transformers, so that a mistake in a YAML is reported in well under a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import yaml
+
+from fullshard.errors import UserError, error_line
+
+if not TYPE_CHECKING:
+    from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
+
+    HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
+else:  # The other way round, jsonargparse would run the branch and lose the ranges.
+    PositiveInt: TypeAlias = int
+    NonNegativeInt: TypeAlias = int
+    PositiveFloat: TypeAlias = float
+    NonNegativeFloat: TypeAlias = float
+    ClosedUnitInterval: TypeAlias = float
+    HalfOpenUnitInterval: TypeAlias = float
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """Rotary position embedding, in transformers' spelling."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    """Scaling of the frequencies; `default` is none."""
+    rope_theta: PositiveFloat = 500_000.0
+    """Base of the inverse frequencies: inv_freq[i] = rope_theta ** (-2 i / head_dim)."""
+    factor: PositiveFloat | None = None
+    """Ratio of the longest to the original position (scaled types only)."""
+    low_freq_factor: PositiveFloat | None = None
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are divided by `factor` (llama3)."""
+    high_freq_factor: PositiveFloat | None = None
+    """Wavelengths below original_max_position_embeddings / high_freq_factor stay as they are (llama3)."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Positions before scaling."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Fields of transformers' LlamaConfig, in its spelling. Defaults: the debug model, about 4 M parameters."""
+
+    vocab_size: PositiveInt = 4096
+    """Rows of the embedding; at least the tokenizer's size."""
+    hidden_size: PositiveInt = 256
+    """Width of the residual stream; a multiple of num_attention_heads."""
+    intermediate_size: PositiveInt = 688
+    """Width of the gated MLP."""
+    num_hidden_layers: PositiveInt = 4
+    """Decoder layers."""
+    num_attention_heads: PositiveInt = 4
+    """Query heads."""
+    num_key_value_heads: PositiveInt = 2
+    """Key and value heads; divides num_attention_heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; hidden_size / num_attention_heads when null. Even, for the rotation."""
+    hidden_act: str = "silu"
+    """Activation of the MLP's gate."""
+    max_position_embeddings: PositiveInt = 2048
+    """Longest row in tokens."""
+    initializer_range: PositiveFloat = 0.02
+    """Standard deviation of the initial weight matrices."""
+    rms_norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in RMSNorm."""
+    tie_word_embeddings: bool = False
+    """Use the embedding as output head."""
+    attention_bias: bool = False
+    """Bias in the four attention projections."""
+    attention_dropout: HalfOpenUnitInterval = 0.0
+    """Dropout probability of the attention weights."""
+    mlp_bias: bool = False
+    """Bias in the three MLP projections."""
+    rope_parameters: RopeParameters = field(default_factory=RopeParameters)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text -> tokens -> packed rows of sequence_length + 1."""
+
+    path: str = "stdlib"
+    """`stdlib` (the running interpreter's standard library), or what datasets.load_dataset takes: a Hub name, `text`, `json`, `parquet`."""
+    name: str | None = None
+    """Configuration of a Hub dataset."""
+    revision: str | None = None
+    """Commit, tag or branch of a Hub dataset."""
+    data_files: list[str] | None = None
+    """Training files for a builder: paths, globs or URLs. Every file belongs to one logical stream."""
+    split: str = "train"
+    """Training split of a Hub dataset."""
+    evaluation_files: list[str] | None = None
+    """Held-out files for a builder."""
+    evaluation_split: str | None = None
+    """Held-out split of a Hub dataset."""
+    text_column: str = "text"
+    """Column that holds a document's text."""
+    tokenizer: str = "bundled"
+    """`bundled` (byte-level BPE, 4,096 tokens), a folder, a tokenizer.json, or a Hub name."""
+    sequence_length: PositiveInt = 256
+    """Tokens per row that the model sees; at most model.max_position_embeddings."""
+    num_streams: PositiveInt = 12
+    """Logical streams. The data order depends on this and on nothing of the machine; world size must divide it."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch arithmetic and length of the run."""
+
+    max_steps: PositiveInt = 400
+    """Optimizer steps."""
+    global_batch_size: PositiveInt = 24
+    """Rows per optimizer step over all devices; a multiple of micro_batch_size x world size and of data.num_streams."""
+    micro_batch_size: PositiveInt = 4
+    """Rows per device per forward. Forwards per step are derived."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Global L2 norm to which gradients are clipped; null does not clip."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: PositiveFloat = 3e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Shape after warmup. wsd: constant, then linear decay over decay_steps."""
+    warmup_steps: NonNegativeInt = 20
+    """Optimizer steps of linear warmup from 0."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps of the final decay (wsd only)."""
+    min_learning_rate_ratio: ClosedUnitInterval = 0.1
+    """Floor of the decay as a share of learning_rate."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, on matrices only: not on norms, biases."""
+    beta1: HalfOpenUnitInterval = 0.9
+    """Decay of the first moment."""
+    beta2: HalfOpenUnitInterval = 0.95
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """What Accelerate's YAML cannot say."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out loss."""
+
+    every: NonNegativeInt = 0
+    """Optimizer steps between evaluations; 0: at the end only."""
+    max_rows: NonNegativeInt = 96
+    """Held-out rows; 0 switches evaluation off."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Terminal, metrics.jsonl, trackers."""
+
+    trackers: list[str] = field(default_factory=lambda: ["wandb"])
+    """Any that Accelerate knows (wandb, tensorboard, mlflow, ...); [] for metrics.jsonl alone."""
+    project: str = "fullshard"
+    """W&B project."""
+    run_name: str | None = None
+    """W&B display name; the last part of output_dir when null."""
+    every: PositiveInt = 10
+    """Optimizer steps between logged lines. The first and the last step are always logged."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak of one device at the compute precision, 1e12 FLOP/s; null: from the GPU's name. Without it mfu_pct is not logged."""
+    weights_hash: bool = True
+    """Print a hash of the initial weights (gathers one parameter at a time)."""
+    sample_prompts: list[str] = field(default_factory=lambda: ["import ", "def ", "class "])
+    """Prompts completed by the model when training ends."""
+    sample_tokens: NonNegativeInt = 48
+    """Tokens per completion; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pretraining run."""
+
+    output_dir: str = "runs/debug"
+    """Folder of the run: config.yaml, metrics.jsonl, wandb/."""
+    seed: NonNegativeInt = 0
+    """Of initial weights, data order and dropout."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Not a key of the recipe. Dotted key -> file or `command line` that set it; under "" the file, if any. For error messages."""
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Plain nested values, in the order of the fields: what the recipe YAML would hold with every key written out."""
+    tree = asdict(recipe)
+    del tree["sources"]
+    return tree
+
+
+def recipe_to_yaml(recipe: Recipe) -> str:
+    """YAML that parses back to the same recipe."""
+    return yaml.safe_dump(recipe_to_dict(recipe), sort_keys=False, width=140)
+
+
+def mistake(recipe: Recipe, key: str, fix: str) -> UserError:
+    """The line for a value that is well-formed but does not fit: where it was written, key, value, fix."""
+    source = recipe.sources.get(key, recipe.sources.get("", "recipe"))
+    return UserError(error_line(source, key, functools.reduce(getattr, key.split("."), recipe), fix))
+
+
+# Fields that each rope_type needs; it may have no others.
+ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises UserError where two values contradict each other, whatever the machine."""
+    model, data, train, optim, rope = recipe.model, recipe.data, recipe.train, recipe.optim, recipe.model.rope_parameters
+    if model.hidden_size % model.num_attention_heads:
+        # transformers insists on it even where head_dim is set.
+        raise mistake(recipe, "model.num_attention_heads", f"must divide model.hidden_size, {model.hidden_size}")
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise mistake(recipe, "model.num_key_value_heads", f"must divide model.num_attention_heads, {model.num_attention_heads}")
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    if head_dim % 2:
+        key = "model.head_dim" if model.head_dim else "model.hidden_size"
+        raise mistake(recipe, key, f"a head is {head_dim} wide; the rotary embedding needs an even width")
+    for name in ROPE_FIELDS["llama3"]:
+        needed, given = name in ROPE_FIELDS[rope.rope_type], getattr(rope, name) is not None
+        if needed and not given:
+            raise mistake(recipe, f"model.rope_parameters.{name}", f"must be set with rope_type {rope.rope_type}")
+        if given and not needed:
+            raise mistake(recipe, f"model.rope_parameters.{name}", f"not used by rope_type {rope.rope_type}; remove it or choose another")
+    if rope.low_freq_factor and rope.high_freq_factor and rope.low_freq_factor >= rope.high_freq_factor:
+        raise mistake(recipe, "model.rope_parameters.low_freq_factor", f"must be less than high_freq_factor, {rope.high_freq_factor}")
+    if data.sequence_length > model.max_position_embeddings:
+        raise mistake(recipe, "data.sequence_length", f"must be at most model.max_position_embeddings, {model.max_position_embeddings}")
+    for name, size in (("train.micro_batch_size", train.micro_batch_size), ("data.num_streams", data.num_streams)):
+        if train.global_batch_size % size:
+            near = _nearest_multiples(train.global_batch_size, math.lcm(train.micro_batch_size, data.num_streams))
+            raise mistake(recipe, "train.global_batch_size", f"must be a multiple of {name}, {size}; nearest that fit: {near}")
+    if optim.schedule != "wsd" and optim.decay_steps is not None:
+        raise mistake(recipe, "optim.decay_steps", f"not used by optim.schedule {optim.schedule}; remove it or choose wsd")
+    if optim.schedule == "wsd":
+        room = train.max_steps - optim.warmup_steps
+        if optim.decay_steps is None or optim.decay_steps > room:
+            raise mistake(recipe, "optim.decay_steps", f"wsd needs 1 to {room}: train.max_steps - optim.warmup_steps")
+
+
+def check_batch(recipe: Recipe, *, world_size: int) -> int:
+    """Forwards per optimizer step: gradient_accumulation_steps = global_batch_size / (micro_batch_size x world_size).
+
+    Raises UserError where the batch or the streams cannot be dealt out evenly to `world_size` processes.
+    """
+    rows, micro, streams = recipe.train.global_batch_size, recipe.train.micro_batch_size, recipe.data.num_streams
+    if world_size > rows:
+        raise mistake(recipe, "train.global_batch_size", f"fewer rows than processes, {world_size}; start at most {rows}")
+    if streams % world_size:
+        fits = ", ".join(str(n) for n in range(1, streams + 1) if streams % n == 0)
+        raise mistake(recipe, "data.num_streams", f"must be a multiple of the number of processes, {world_size}; it fits {fits} processes")
+    if rows % (micro * world_size):
+        near = _nearest_multiples(rows, math.lcm(micro * world_size, streams))
+        fix = f"must be a multiple of micro_batch_size x processes, {micro} x {world_size} = {micro * world_size}; nearest that fit: {near}"
+        raise mistake(recipe, "train.global_batch_size", fix)
+    return rows // (micro * world_size)
+
+
+def check_output_dir(recipe: Recipe) -> None:
+    """Raises UserError where the run could not write its files. Makes the folder; leaves what is in it alone."""
+    folder = Path(recipe.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Asking for permission is no proof: a read-only or full file system, a quota, root.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"fullshard")
+    except OSError as error:
+        raise mistake(recipe, "output_dir", f"cannot be written: {error.strerror}; choose another folder") from None
+
+
+def _nearest_multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

@@ -1,0 +1,65 @@
+"""A user's mistake: one line on stderr, a non-zero exit on every rank, no traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+COMMAND_LINE = "command line"
+
+
+class UserError(Exception):
+    """A mistake of the user's. Its message is the one line that is shown: file, key, value, fix."""
+
+
+def error_line(source: str, key: str, value: Any, fix: str) -> str:
+    """The message of a UserError: where it was written, key, value, fix."""
+    return f"{source}: {'--' if source == COMMAND_LINE else ''}{key}: {shown(value)}: {fix}"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would spell it, on one line and not too long."""
+    text = value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def stop(error: UserError, *, wait_s: float = 5.0) -> NoReturn:
+    """Ends the process with one line on stderr and exit code 2.
+
+    Under a launcher an error that all ranks share is printed once: local rank 0 says it and exits, upon which the launcher ends the others
+    while they wait `wait_s` seconds. An error that only they have is said after the wait.
+    """
+    message = " ".join(str(error).split())
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The launcher's: ends the wait without a word.
+        time.sleep(wait_s)
+    sys.stdout.flush()
+    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.flush()
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # What torch's agent quotes as the cause in its closing report.
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    raise SystemExit(2)
+
+
+def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:
+    """Decorator of a main(): a user's mistake ends in `stop`, not in a traceback."""
+
+    @functools.wraps(main)
+    def wrapper() -> None:
+        try:
+            main()
+        except UserError as error:
+            stop(error)
+
+    return wrapper

@@ -1,0 +1,71 @@
+"""Held-out loss and sample completions, on all ranks together."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from fullshard.accelerator import fsdp_units
+from fullshard.losses import IGNORED, next_token_loss_sum
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, *, rows: torch.Tensor, micro_batch_size: int) -> float:
+    """Mean loss in nats over all target tokens of all ranks' rows; nan when there is none. Collective.
+
+    rows: this rank's, [n, sequence_length + 1]; n may differ between ranks and be 0. Ranks that run out go on with ignored rows, since
+    the forward of a sharded model is a collective. So the mean is over the tokens, whatever the batch size and the world size.
+    """
+    most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
+    inputs = F.pad(rows[:, :-1], (0, 0, 0, most - len(rows)))  # [most, sequence_length]
+    targets = F.pad(rows[:, 1:], (0, 0, 0, most - len(rows)), value=IGNORED)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    model.eval()
+    for inputs_part, targets_part in zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True):
+        logits = model(input_ids=inputs_part.to(accelerator.device), use_cache=False).logits
+        loss_sum += next_token_loss_sum(logits, targets_part.to(accelerator.device))
+    model.train()
+    _free_gathered(model)
+    tokens = (targets != IGNORED).sum().to(loss_sum)
+    loss_sum, tokens = accelerator.reduce(torch.stack([loss_sum, tokens.to(accelerator.device)]), reduction="sum").tolist()
+    return loss_sum / tokens if tokens else float("nan")
+
+
+@torch.no_grad()
+def complete(
+    accelerator: Accelerator, model: nn.Module, *, tokenizer: PreTrainedTokenizerBase, prompts: list[str], tokens: int, seed: int
+) -> list[str]:
+    """What the model writes after each prompt: `tokens` tokens, sampled at temperature 0.8. Collective, with the same arguments on every rank.
+
+    The number of forwards is fixed, so ranks that sample different tokens still meet in every all-gather (PUBLIC_REPORTS O18).
+    """
+    whole = accelerator.unwrap_model(model, keep_torch_compile=True)
+    whole.eval()
+    completions = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for prompt in prompts:
+            input_ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(accelerator.device)
+            output = whole.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                use_cache=True,
+                do_sample=True,
+                temperature=0.8,
+                min_new_tokens=tokens,
+                max_new_tokens=tokens,
+                pad_token_id=tokenizer.eos_token_id,
+            )
+            completions.append(tokenizer.decode(output[0, input_ids.shape[1] :]))
+    whole.train()
+    _free_gathered(model)
+    return completions
+
+
+def _free_gathered(model: nn.Module) -> None:
+    """A forward without backward leaves the units that are not resharded after forward whole; give their memory back."""
+    for _, unit in fsdp_units(model):
+        unit.reshard()

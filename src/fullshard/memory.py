@@ -1,0 +1,280 @@
+"""Memory: bytes that are allocated, and bytes that will be.
+
+Measured. On CUDA the caching allocator's own counters. On CPU "allocated" is tensor bytes counted by c10's CPU allocator, never RSS: from
+`count_cpu_memory()` on, the allocator adds every allocation and subtracts every free, by whatever thread and through whatever path
+(temporaries inside kernels, the UntypedStorage.resize_ with which FSDP2 drops gathered parameters, DDP's C++ buckets, compiled code).
+Around a measured step the profiler, with all operator events filtered out, hands over the running total at each of those events, whose
+maximum is the peak. An allocation of 100 MB raises the peak by 100,000,000 bytes exactly, and torch's own FSDPMemTracker and MemTracker
+gave the same rise over a step, byte for byte. Not counted: memory that c10 did not allocate (torch.from_numpy, mmap-ed files, gloo's own).
+
+Predicted. `predict_memory` is arithmetic on the recipe's numbers; its docstring has the formulas.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import psutil
+import torch
+from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch.distributed.tensor import DTensor
+
+from fullshard.config import ModelConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one device."""
+
+    allocated: int
+    """In live tensors when the measurement ended."""
+    peak_allocated: int
+    """Largest during the measurement."""
+    reserved: int
+    """Held by the allocator; on CPU, whose allocator keeps nothing back, the same as peak_allocated."""
+    activations: int
+    """Largest growth over one `forward()` block: what it left alive at its end, units that FSDP2 leaves gathered included."""
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct local storages behind `tensors`: views and tied weights count once, a DTensor counts its local shard."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors in the optimizer's state (local shards)."""
+    return tensor_bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def host_rss_bytes() -> int:
+    """Resident set size of this process, without its children."""
+    return int(psutil.Process().memory_info().rss)
+
+
+@functools.cache
+def count_cpu_memory() -> bool:
+    """Let c10's CPU allocator keep its running total from now on; call it before the model exists: what is older is not counted.
+
+    Costs a hash-table entry, about 1 microsecond, per allocation and per free. False if this torch build has no such switch: then nothing
+    is measured.
+    """
+    # Kineto, which carries the profiler's events, otherwise writes two lines to stderr per measurement. Read at its first use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        # No Python binding sets it, and without it frees by threads other than the profiled one (gloo's) are lost.
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@dataclass
+class MemoryMeasurement:
+    """What `measure_memory` yields; `use` is set when its block ends, and stays None where nothing was measured."""
+
+    use: MemoryUse | None = None
+    _device: torch.device | None = None
+    _marks: list[int] = field(default_factory=list)  # CUDA: bytes at each mark
+    _markers: list[torch.Tensor] = field(default_factory=list)  # CPU: one byte, kept alive so that its address names one event
+
+    def _mark(self) -> None:
+        match self._device:
+            case None:
+                pass
+            case torch.device(type="cuda"):
+                self._marks.append(torch.cuda.memory_allocated(self._device))
+            case _:
+                self._markers.append(torch.empty(1, dtype=torch.uint8))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Wrap one forward pass, loss included: its growth is a candidate for `activations`."""
+        self._mark()
+        yield
+        self._mark()
+
+
+class measure_memory:  # noqa: N801 - used as a function: with measure_memory(device, enabled=...) as measurement
+    """Measure the memory of a block on `device`: a MemoryMeasurement. With enabled=False it does nothing and costs nothing.
+
+    CUDA: counters of the caching allocator (no test reaches this branch: there is no GPU in CI). Resets the peak statistics.
+    CPU: see the module's docstring. Ending it takes about 7 microseconds per allocation event, 30 ms for a step of the debug recipe.
+    Events come from the calling thread (which runs autograd's CPU backward too); other threads' bytes are in the running total that the
+    next event reports. Raises RuntimeError inside another torch profiler.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self._measurement = MemoryMeasurement()
+        if enabled and (device.type == "cuda" or count_cpu_memory()):
+            self._measurement._device = device
+
+    def __enter__(self) -> MemoryMeasurement:
+        match self._measurement._device:
+            case None:
+                pass
+            case torch.device(type="cuda") as device:
+                torch.cuda.reset_peak_memory_stats(device)
+            case _:
+                activities = {ProfilerActivity.CPU}
+                # Without profile_all_threads: its global callbacks carry no memory events.
+                config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+                torch._C._autograd._prepare_profiler(config, activities)
+                # A scope that no operator has: memory events alone are recorded, which keeps the overhead at 1 to 2 % of the step.
+                torch._C._autograd._enable_profiler(config, activities, {RecordScope.LITE_INTERPRETER})
+                self._measurement._mark()
+        return self._measurement
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        measurement = self._measurement
+        match measurement._device:
+            case None:
+                return
+            case torch.device(type="cuda") as device:
+                measurement.use = MemoryUse(
+                    allocated=torch.cuda.memory_allocated(device),
+                    peak_allocated=torch.cuda.max_memory_allocated(device),
+                    reserved=torch.cuda.memory_reserved(device),
+                    activations=_largest_growth(measurement._marks),
+                )
+            case _:
+                measurement._mark()
+                result = torch._C._autograd._disable_profiler()
+                measurement.use = _cpu_use(result.experimental_event_tree(), [marker.data_ptr() for marker in measurement._markers])
+                measurement._markers.clear()
+        measurement._device = None
+
+
+def _largest_growth(marks: list[int]) -> int:
+    return max((after - before for before, after in zip(marks[::2], marks[1::2], strict=False)), default=0)
+
+
+def _cpu_use(events: list, addresses: list[int]) -> MemoryUse:
+    """Totals from allocation events in time order. `addresses`: the one-byte markers', first at the start, last at the end."""
+    marks: list[int] = []
+    peak = 0
+    waiting = iter(addresses)
+    address = next(waiting)
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        allocation = event.extra_fields
+        if allocation.alloc_size == 1 and allocation.ptr == address:
+            # Markers stay alive: `len(marks)` earlier ones and this one are no tensors of the program's.
+            marks.append(allocation.total_allocated - len(marks) - 1)
+            address = next(waiting, -1)
+        peak = max(peak, allocation.total_allocated - len(marks))
+    return MemoryUse(allocated=marks[-1], peak_allocated=peak, reserved=peak, activations=_largest_growth(marks[1:-1]))
+
+
+def parameter_counts(model: ModelConfig) -> dict[Literal["embedding", "layer", "tail", "total"], int]:
+    """Parameters of the units that FSDP gathers: input embedding, a decoder layer, tail (final norm and untied head); and of the model."""
+    hidden, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
+    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    layer = 2 * hidden * (query + key) + 3 * hidden * model.intermediate_size + 2 * hidden
+    layer += model.attention_bias * (query + 2 * key + hidden) + model.mlp_bias * (2 * model.intermediate_size + hidden)
+    embedding = model.vocab_size * hidden
+    tail = hidden + (0 if model.tie_word_embeddings else embedding)
+    return {"embedding": embedding, "layer": layer, "tail": tail, "total": embedding + model.num_hidden_layers * layer + tail}
+
+
+def activation_bytes_per_token(
+    model: ModelConfig, *, compute_bytes: int, autocast: bool = False
+) -> dict[Literal["layer", "head", "logits"], int]:
+    """Bytes per token that autograd keeps between forward and backward, from transformers 5.24's Llama with sdpa and no attention mask.
+
+    c = compute_bytes, H = hidden_size, I = intermediate_size, A = num_attention_heads, Q = A x head_dim, V = vocab_size,
+    K = num_key_value_heads x head_dim. Per layer:
+      each of two RMSNorms   4 H + 2 c H + 4   fp32 input, normalised values, output as the linears' input, 1 / rms
+      attention              c (2 Q + 2 K) + 4 A   rotated q and k, v, output; fp32 logsumexp
+      MLP                    4 c I   gate, silu(gate), up, their product
+    Head: a norm, fp32 log-probabilities (4 V) and the logits (c V; also by themselves: nothing but the model's output keeps them).
+    autocast (DDP; FSDP2 casts the parameters instead): residual and normalised values stay fp32, each linear keeps its own cast input, and
+    Accelerate returns the logits in fp32 (4 V).
+    Leaves out the rotary cos and sin (2 c head_dim per position, once per model) and the loss's per-token scalars.
+    """
+    hidden, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
+    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    c = compute_bytes
+    cast = autocast and c < 4
+    normalised = 4 * hidden + (4 if cast else c) * hidden + 4  # fp32 input, values before the weight, 1 / rms
+    inputs_of_linears = c * hidden * (5 if cast else 2)  # q, k, v and gate, up: one tensor for each group unless cast separately
+    layer = 2 * normalised + inputs_of_linears + c * (2 * query + 2 * key) + 4 * model.num_attention_heads + 4 * c * model.intermediate_size
+    logits = (4 if cast else c) * model.vocab_size
+    return {"layer": layer, "head": normalised + c * hidden + logits + 4 * model.vocab_size, "logits": logits}
+
+
+def predict_memory(
+    *,
+    model: ModelConfig,
+    distributed_type: Literal["FSDP", "DDP"],
+    shard_size: int,
+    mixed_precision: Literal["no", "bf16", "fp16"],
+    micro_batch_size: int,
+    sequence_length: int,
+    reshard_after_forward: bool = True,
+    gradient_accumulation_steps: int = 1,
+    activation_checkpointing: bool = False,
+) -> dict[Literal["parameters", "gradients", "optimizer", "gathered", "activations", "peak"], int]:
+    """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
+
+    P = parameters, s = shard_size (1 under DDP), c = 2 under mixed precision, else 4, T = micro_batch_size x sequence_length tokens.
+    parameters 4 P / s; gradients 4 P / s; optimizer 8 P / s.
+    gathered: FSDP2 holds the unit in use and the next one: 2 c x the largest of embedding, layer and [norm, head]; without reshard after
+      forward c P. DDP: the reduction buckets, 4 P, and under autocast the cached casts of the linear weights.
+    activations: T x activation_bytes_per_token at the end of the forward; with checkpointing a layer keeps its input (c H; DDP 4 H).
+    peak = parameters + optimizer + the largest of
+      the loss's backward: activations, logits dropped, + 8 V T (gradients of log-probabilities and logits, fp32) + the tail's weights, or
+        all that is gathered
+      a layer's backward: layers' activations (one recomputed) + gathered + one unit's unsharded gradient (c) and its fp32 reduction input
+      the last backward: gradients + gathered + the same two
+    with, from the second micro batch on, the gradients under each. Shards are padded to equal rows, which is left out.
+    """
+    c = 4 if mixed_precision == "no" else 2
+    counts = parameter_counts(model)
+    tokens = micro_batch_size * sequence_length
+    sharded = distributed_type == "FSDP"
+    local = -(-counts["total"] // shard_size) if sharded else counts["total"]
+    parameters, gradients, optimizer = 4 * local, 4 * local, 8 * local
+
+    largest = max(counts["embedding"], counts["layer"], counts["tail"])
+    if sharded:
+        gathered = 2 * c * largest if reshard_after_forward else c * counts["total"]
+        gathered_at_loss = c * counts["tail"] if reshard_after_forward else gathered
+        reducing = (c + 4) * largest
+    else:
+        casts = c * (counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])) if c < 4 else 0
+        gathered = gathered_at_loss = 4 * counts["total"] + casts
+        reducing = 0
+
+    per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded)
+    layers = model.num_hidden_layers * ((c if sharded else 4) * model.hidden_size if activation_checkpointing else per_token["layer"])
+    recomputed = per_token["layer"] if activation_checkpointing else 0
+    activations = tokens * (layers + per_token["head"])
+    earlier = gradients if gradient_accumulation_steps > 1 else 0
+    peak = max(
+        earlier + activations + tokens * (8 * model.vocab_size - per_token["logits"]) + gathered_at_loss,
+        earlier + tokens * (layers + recomputed) + gathered + reducing,
+        gradients + gathered + reducing,
+    )
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered": gathered,
+        "activations": activations,
+        "peak": parameters + optimizer + peak,
+    }

@@ -1,0 +1,243 @@
+"""What a run reports: metrics.jsonl, Accelerate's trackers, and the arithmetic behind the throughput keys."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import json
+import math
+import netrc
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+from urllib.parse import urlsplit
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
+
+from fullshard.config import ModelConfig, Recipe
+from fullshard.errors import UserError
+from fullshard.memory import parameter_counts
+
+WANDB_INIT_TIMEOUT_S = 20
+WANDB_FINISH_TIMEOUT_S = 60  # a network that went away must not keep the ranks; what was not uploaded stays in <output_dir>/wandb
+
+# Dense TFLOP/s of the tensor cores from NVIDIA's data sheets, (bf16, fp16); the first pattern found in the device's name counts.
+PEAK_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
+    (r"\bGB200\b", 2500, 2500),
+    (r"\bB200\b", 2250, 2250),
+    (r"\bG?H200\b", 989, 989),
+    (r"\bH100 PCIe\b", 756, 756),
+    (r"\bH100 NVL\b", 835, 835),
+    (r"\bH[18]00\b", 989, 989),
+    (r"\bA[18]00\b", 312, 312),
+    (r"\bL40S\b", 362, 362),
+    (r"\bL4\b", 121, 121),
+    (r"\bA10\b", 125, 125),
+    (r"\bV100\b", None, 125),
+)
+
+
+def check_trackers(names: Iterable[str]) -> list[str]:
+    """`names` without repeats, wandb first, for Accelerator(log_with=...). Raises UserError: unknown to Accelerate, or not installed.
+
+    Accelerate itself drops a tracker that is not installed and trains on without it.
+    """
+    unique = list(dict.fromkeys(names))
+    known = sorted(LOGGER_TYPE_TO_CLASS)
+    built_in = {str(kind) for kind in LoggerType}
+    available = {str(kind) for kind in get_available_trackers()} | {name for name in known if name not in built_in}
+    for name in unique:
+        if name not in known:
+            raise UserError(f"logging.trackers: {name}: unknown tracker; Accelerate knows {', '.join(known)}")
+        if name not in available:
+            have = ", ".join(sorted(available)) or "none"
+            raise UserError(f"logging.trackers: {name}: not installed (installed: {have}; Accelerate knows {', '.join(known)})")
+    # wandb is the one that needs a network: first, so that nothing else has started when it has to be started again.
+    return sorted(unique, key=lambda name: name != "wandb")
+
+
+@dataclass
+class RunLog:
+    """The same values to metrics.jsonl and to every tracker. Writes on the main process only; call it on every rank."""
+
+    accelerator: Accelerator
+    file: TextIO | None
+    """metrics.jsonl; None on other ranks."""
+    wandb_dir: Path | None = None
+    """Folder of the W&B run on the main process."""
+    _last_step: int = field(default=-1)
+
+    def log(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Report `values` at optimizer step `step`, which must not go back: W&B would drop such a point with a warning.
+
+        A line of metrics.jsonl is {"step": step, **values}, in the file when this returns. JSON has no NaN or infinity: they are written as
+        the strings "NaN", "Infinity" and "-Infinity", which float() reads; so does W&B in its files.
+        """
+        if step < self._last_step:
+            raise ValueError(f"step {step} was logged after step {self._last_step}")
+        self._last_step = step
+        if self.file is not None:
+            line = {"step": step, **{key: _json_number(value) for key, value in values.items()}}
+            self.file.write(json.dumps(line, allow_nan=False) + "\n")
+            self.file.flush()
+        self.accelerator.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the trackers. Last call of a run, on every rank: Accelerate's end_training also destroys the process group."""
+        if self.file is not None:
+            self.file.close()
+        self.accelerator.end_training()
+
+
+def open_log(
+    *, accelerator: Accelerator, recipe: Recipe, output_dir: Path, config: dict[str, Any], say: Callable[[str], None] = print
+) -> RunLog:
+    """Open metrics.jsonl (appending) and start the trackers that the Accelerator was made with; call it on every rank.
+
+    `config` is shown by the trackers, nested in W&B and flattened to a.b.c elsewhere. `say` prints a line on the main process.
+    W&B: without credentials, or when it cannot be reached within 20 s, the run is offline under <output_dir>/wandb and one line says how to
+    look at it. WANDB_MODE=offline and disabled are respected. Sets WANDB_SILENT, and WANDB_MODE where it falls back, in this process.
+    """
+    if not accelerator.is_main_process:
+        return RunLog(accelerator=accelerator, file=None)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
+    names = [str(name) for name in accelerator.log_with]
+    reason = None
+    if "wandb" in names:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        if not os.environ.get("WANDB_MODE"):
+            os.environ.pop("WANDB_MODE", None)  # wandb refuses an empty one
+        if os.environ.get("WANDB_MODE", "online") == "online" and not _wandb_credentials_exist(os.environ):
+            os.environ["WANDB_MODE"] = "offline"
+            reason = "no API key"
+    try:
+        _start_trackers(accelerator, recipe=recipe, output_dir=output_dir, config=config)
+    except Exception as error:
+        # wandb's errors (UsageError, CommError, ...) cannot be named: it is never imported here. Offline it needs no network and no key.
+        if "wandb" not in names or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+            raise
+        os.environ["WANDB_MODE"] = "offline"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:60]}"
+        accelerator.trackers.clear()
+        _start_trackers(accelerator, recipe=recipe, output_dir=output_dir, config=config)
+    wandb_dir = None
+    if "wandb" in names:
+        run = accelerator.get_tracker("wandb", unwrap=True)
+        if os.environ.get("WANDB_MODE") != "disabled":
+            wandb_dir = Path(run.dir).parent
+            if wandb_dir.name.startswith("offline-"):
+                shown = os.path.relpath(wandb_dir) if wandb_dir.is_relative_to(Path.cwd()) else str(wandb_dir)
+                why = f" ({reason})" if reason else ""
+                say(f"W&B is offline{why}: look with `wandb leet {shown}`, upload with `wandb sync {shown}`")
+            else:
+                say(f"W&B: {run.url}")
+    return RunLog(accelerator=accelerator, file=file, wandb_dir=wandb_dir)
+
+
+def _start_trackers(accelerator: Accelerator, *, recipe: Recipe, output_dir: Path, config: dict[str, Any]) -> None:
+    wandb_arguments: dict[str, Any] = {
+        "name": recipe.logging.run_name or output_dir.resolve().name,
+        "dir": str(output_dir),
+        # console off: wandb would wrap the stdout that the progress bar redraws.
+        "settings": {"console": "off", "silent": True, "init_timeout": WANDB_INIT_TIMEOUT_S, "finish_timeout": WANDB_FINISH_TIMEOUT_S},
+    }
+    if mode := os.environ.get("WANDB_MODE"):
+        # As an argument too: wandb reads the environment at the first init only, and a failed one counts.
+        wandb_arguments["mode"] = mode
+    accelerator.init_trackers(recipe.logging.project, init_kwargs={"wandb": wandb_arguments})
+    for tracker in accelerator.trackers:
+        tracker.store_init_configuration(config if tracker.name == "wandb" else dict(_flat(config)))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, int | float | str | bool]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, int | float | str) else str(value)
+
+
+def _json_number(value: int | float) -> int | float | str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _wandb_credentials_exist(environment: Mapping[str, str]) -> bool:
+    """Whether wandb 0.31 would find a key without asking: in the environment, in a netrc entry of its host, or in its settings files."""
+    settings = configparser.ConfigParser(interpolation=None)
+    folder = environment.get("WANDB_CONFIG_DIR") or os.path.expanduser("~/.config/wandb")
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+        settings.read([Path(folder) / "settings", Path(environment.get("WANDB_DIR") or ".") / "wandb" / "settings"])
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE") or settings.get("default", "api_key", fallback=""):
+        return True
+    url = environment.get("WANDB_BASE_URL") or settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        entry = netrc.netrc(path).authenticators(urlsplit(url).netloc)
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return bool(entry and entry[2])
+
+
+def tokens_seen(*, step: int, global_batch_size: int, sequence_length: int) -> int:
+    """Tokens after `step` optimizer steps: exact, and the same after a restart."""
+    return step * global_batch_size * sequence_length
+
+
+def throughput(
+    *,
+    steps: int,
+    tokens: int,
+    wall_s: float,
+    data_wait_s: float,
+    flops_per_token: float,
+    peak_flops_per_s: float | None,
+) -> dict[str, float]:
+    """The throughput/* keys of a window of `steps` optimizer steps: `tokens` of all devices in `wall_s` s, `data_wait_s` without data.
+
+    `peak_flops_per_s` is that of all devices together; mfu_pct is left out when it is None.
+    """
+    values = {
+        "throughput/tokens_per_second": tokens / wall_s,
+        "throughput/step_time_s": wall_s / steps,
+        "throughput/data_wait_pct": 100 * data_wait_s / wall_s,
+    }
+    if peak_flops_per_s is not None:
+        values["throughput/mfu_pct"] = 100 * tokens / wall_s * flops_per_token / peak_flops_per_s
+    return values
+
+
+def training_flops_per_token(*, model: ModelConfig, sequence_length: int) -> int:
+    """Training FLOPs per token, forward + backward, no recompute: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, app. B).
+
+    N: parameters that multiply, which is all but an untied input embedding (a lookup); a tied one counts once, as the head. L: layers,
+    H: query heads, Q: head_dim, T: sequence_length; attention counts in full, as in the paper, though the causal half is enough.
+    """
+    counts = parameter_counts(model)
+    multiplying = counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    return 6 * multiplying + 12 * model.num_hidden_layers * model.num_attention_heads * head_dim * sequence_length
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, peak_tflops: float | None) -> float | None:
+    """Peak FLOP/s of one device at `dtype`: `peak_tflops` x 1e12 where given, else by the GPU's name, else None (CPU, unknown, fp32)."""
+    if peak_tflops is not None:
+        return peak_tflops * 1e12
+    return peak_flops_of_gpu(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def peak_flops_of_gpu(name: str, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s from PEAK_TFLOPS; None for an unknown name or a type without a tensor-core entry."""
+    for pattern, bfloat16, float16 in PEAK_TFLOPS:
+        if re.search(pattern, name):
+            tflops = {torch.bfloat16: bfloat16, torch.float16: float16}.get(dtype)
+            return None if tflops is None else tflops * 1e12
+    return None

@@ -1,0 +1,251 @@
+"""YAML file and command line -> Recipe, strictly: an unknown key at any depth, a wrong type, a number out of range is a UserError.
+
+jsonargparse supplies the types and the help; the one-line messages are ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from fullshard.config import Recipe, check_recipe, recipe_to_yaml
+from fullshard.errors import COMMAND_LINE, UserError, error_line, shown
+
+DEFAULT_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_llama3_debug.yaml"  # In a checkout: beside src/.
+
+
+def _keys(section: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> type of every key."""
+    keys: dict[str, Any] = {}
+    for name, hint in get_type_hints(section).items():
+        if is_dataclass(hint):
+            keys |= _keys(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif f"{prefix}{name}" != "sources":
+            keys[f"{prefix}{name}"] = hint
+    return keys
+
+
+KEYS = _keys(Recipe)
+SECTIONS = {key[: end.start()] for key in KEYS for end in re.finditer(r"\.", key)}
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML in which a key that is written twice is an error: otherwise the later one wins in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(problem=f"{key.value}: written twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises UserError for a missing or unreadable file, one that is not YAML, a key written twice, a top level that is no mapping.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
+    except FileNotFoundError:
+        beside = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        nearest = difflib.get_close_matches(str(path), beside, 1)
+        raise UserError(f"{path}: no such file" + (f"; did you mean {nearest[0]}?" if nearest else "")) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a YAML file: not UTF-8 text") from None
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        what = error.problem or "not YAML"
+        raise UserError(f"{path}: {line}{what if what.endswith('written twice') else f'not YAML: {what}'}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: top level is {shown(tree)}: must be `key: value` lines")
+    return tree
+
+
+def parse_recipe(argv: Sequence[str] | None = None) -> Recipe:
+    """Recipe from the command line: `--config FILE`, then `--section.key value` overrides. Default file: DEFAULT_RECIPE, if there is one.
+
+    Raises UserError for the first mistake. `--help` and `--print_config` print (on local rank 0) and exit with 0.
+    """
+    file, overrides, switches = _read_command_line(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if "help" in switches:
+        _print_and_exit(parser.format_help())
+    if file is None and DEFAULT_RECIPE.is_file():
+        file = os.path.relpath(DEFAULT_RECIPE) if DEFAULT_RECIPE.is_relative_to(Path.cwd()) else str(DEFAULT_RECIPE)
+
+    written = [(key, value, file) for key, value in _leaves(load_yaml(file), file)] if file is not None else []
+    values: dict[str, Any] = {}
+    sources = {"": file} if file is not None else {}
+    for key, value, source in [*written, *((key, value, COMMAND_LINE) for key, value in overrides)]:
+        values[key] = _typed(parser, key, value, source)
+        sources[key] = source
+    recipe = _build(Recipe, values, sources=sources)
+    check_recipe(recipe)
+    if "print_config" in switches:
+        _print_and_exit(recipe_to_yaml(recipe))
+    return recipe
+
+
+def _read_command_line(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], set[str]]:
+    """(--config, overrides in order, switches). Every name must be whole: an abbreviation could come to mean another key."""
+    file: str | None = None
+    overrides: list[tuple[str, str]] = []
+    switches: set[str] = set()
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        key, equals, value = token.removeprefix("--").partition("=")
+        if token in ("-h", "--help", "--print_config"):
+            switches.add("help" if token == "-h" else key)
+            continue
+        if not token.startswith("--"):
+            raise UserError(f"{COMMAND_LINE}: {token}: not an option; write --section.key value")
+        if key != "config" and key not in KEYS:
+            raise _unknown_key(COMMAND_LINE, key)
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"{COMMAND_LINE}: --{key}: no value: {'name a file' if key == 'config' else _allowed(KEYS[key])}")
+            value = rest.pop(0)
+        if key == "config":
+            if file is not None:
+                raise UserError(f"{COMMAND_LINE}: --config: {value}: given twice")
+            file = value
+        else:
+            overrides.append((key, value))
+    return file, overrides, switches
+
+
+def _leaves(tree: Mapping[Any, Any], source: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of what a file says. An empty section says nothing."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if "." in str(name) and key in KEYS:
+            section, _, leaf = key.rpartition(".")
+            raise UserError(f"{source}: {key}: unknown key: dots are for the command line; write {leaf} under {section}")
+        if key in KEYS:
+            yield key, value
+        elif key not in SECTIONS:
+            raise _unknown_key(source, key)
+        elif isinstance(value, dict):
+            yield from _leaves(value, source, f"{key}.")
+        elif value is not None:
+            raise UserError(error_line(source, key, value, f"must be a section with keys {', '.join(_children(key))}"))
+
+
+def _unknown_key(source: str, key: str) -> UserError:
+    shown = f"--{key}" if source == COMMAND_LINE else key
+    if key in SECTIONS:
+        return UserError(f"{source}: {shown}: a section; write --{key}.{_children(key)[0]} value")
+    section, _, name = key.rpartition(".")
+    elsewhere = [known for known in KEYS if known.rpartition(".")[2] == name]
+    near = difflib.get_close_matches(name, _children(section), 1)
+    if not elsewhere and near:
+        elsewhere = [f"{section}.{near[0]}" if section and source == COMMAND_LINE else near[0]]
+    if not elsewhere:
+        by_name = {known.rpartition(".")[2]: known for known in KEYS}
+        elsewhere = [by_name[match] for match in difflib.get_close_matches(name, by_name, 1)]
+    if elsewhere:
+        return UserError(f"{source}: {shown}: unknown key; did you mean {' or '.join(elsewhere)}?")
+    section = section if section in SECTIONS else ""
+    return UserError(f"{source}: {shown}: unknown key; {section or 'the recipe'} has {', '.join(_children(section))}")
+
+
+def _children(section: str) -> list[str]:
+    prefix = f"{section}." if section else ""
+    return list(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in KEYS if key.startswith(prefix)))
+
+
+@functools.cache
+def _parser() -> Any:
+    """jsonargparse's parser of all keys: their types, and the help."""
+    from argparse import SUPPRESS
+
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        exit_on_error=False,
+        usage="%(prog)s [--config FILE] [--section.key value ...] [--print_config]",
+        description="Every key of the recipe with its unit. Each can be set in the recipe YAML and on the command line, which wins.",
+    )
+    parser.add_argument("--config", metavar="FILE", default=SUPPRESS, help=f"Recipe YAML; {DEFAULT_RECIPE.name} if not given.")
+    parser.add_argument("--print_config", action="store_true", default=SUPPRESS, help="Print the resolved recipe as YAML and exit.")
+    parser.add_class_arguments(Recipe, as_group=True, skip={"sources"})
+    for action in parser._actions:
+        if action.dest in SECTIONS:
+            action.help = SUPPRESS  # jsonargparse's `--section FILE`, which we do not take.
+    for name, group in (parser.groups or {}).items():
+        group.title = f"{name}: {group.title}" if name in SECTIONS else group.title
+    return parser
+
+
+def _typed(parser: Any, key: str, value: Any, source: str) -> Any:
+    """`value` as the type of `key`."""
+    from jsonargparse import ArgumentError
+
+    tree = value
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    try:
+        line = [f"--{key}={value}"]
+        result = (parser.parse_args(line, defaults=False) if source == COMMAND_LINE else parser.parse_object(tree, defaults=False))[key]
+    except (ArgumentError, TypeError, ValueError):
+        raise UserError(error_line(source, key, value, _allowed(KEYS[key]))) from None
+    # jsonargparse lets null pass for any type.
+    if (result is None and types.NoneType not in get_args(KEYS[key])) or (isinstance(result, float) and not math.isfinite(result)):
+        raise UserError(error_line(source, key, value, _allowed(KEYS[key])))
+    # Out of jsonargparse's number classes, which neither yaml nor json can write.
+    return next((plain(result) for plain in (int, float) if type(result) is not bool and isinstance(result, plain)), result)
+
+
+def _build(section: type, values: Mapping[str, Any], prefix: str = "", **fields: Any) -> Any:
+    for name, hint in get_type_hints(section).items():
+        if is_dataclass(hint):
+            fields[name] = _build(hint, values, f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif f"{prefix}{name}" in values:
+            fields[name] = values[f"{prefix}{name}"]
+    return section(**fields)
+
+
+def _allowed(hint: Any) -> str:
+    """What may be written for a key of this type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _allowed(next(argument for argument in arguments if argument is not types.NoneType)) + " or null"
+    if origin is Literal:
+        return f"must be one of {', '.join(arguments)}"
+    if origin is list:
+        return "must be a list of texts, such as [a, b]"
+    if hint is bool:
+        return "must be true or false"
+    if hint is str:
+        return "must be text (put quotes around it)"
+    kind = "an integer" if issubclass(hint, int) else "a number"
+    return f"must be {kind} " + re.sub(r"v(\W+)", r"\1 ", hint._expression)
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(text.rstrip())
+    raise SystemExit(0)

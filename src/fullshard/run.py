@@ -1,0 +1,198 @@
+"""What surrounds the training loop: `start` before it, `finish` after it; the run folder, config.yaml and the tables."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from fullshard import __version__
+from fullshard.accelerator import check_precision, precision_policies
+from fullshard.config import Recipe, recipe_to_dict
+from fullshard.evaluate import complete
+from fullshard.memory import GIB, predict_memory
+from fullshard.metrics import RunLog, open_log
+from fullshard.model import canonical_parameters, sharded_fraction, weights_hash
+from fullshard.sharding import Placement
+from fullshard.terminal import Terminal, duration
+
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "wandb")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run writes to."""
+
+    terminal: Terminal
+    log: RunLog
+    predicted_peak_bytes: int
+    """Per rank, of a training step."""
+    started: float
+    """time.perf_counter() at the first step."""
+
+
+def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module) -> Run:
+    """Check what was prepared against what was asked, open the run folder and the trackers, print what is derived. Collective."""
+    terminal = Terminal(main_process=accelerator.is_main_process)
+    config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model)
+    memory = expected_memory(recipe=recipe, placement=placement)
+    output_dir = Path(recipe.output_dir)
+    if accelerator.is_main_process and (kept := _open_run_folder(output_dir, config=config)):
+        terminal.say(f"files of the earlier run in {output_dir} are now in {kept}")
+    terminal.table("fullshard pretrain", _start_table(recipe=recipe, placement=placement, config=config, memory=memory))
+    log = open_log(accelerator=accelerator, recipe=recipe, output_dir=output_dir, config=config, say=terminal.say)
+    return Run(terminal=terminal, log=log, predicted_peak_bytes=memory["peak"], started=time.perf_counter())
+
+
+def finish(
+    *,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    run: Run,
+    values: dict[str, float],
+) -> None:
+    """Print how it ended and a few completions, and close what `start` opened. Collective; nothing collective may follow."""
+    wall_s = time.perf_counter() - run.started
+    logging = recipe.logging
+    if logging.sample_tokens and logging.sample_prompts:
+        completions = complete(
+            accelerator, model, tokenizer=tokenizer, prompts=logging.sample_prompts, tokens=logging.sample_tokens, seed=recipe.seed
+        )
+        run.terminal.samples(zip(logging.sample_prompts, completions, strict=True))
+    run.terminal.table("finished", _end_table(recipe=recipe, values=values, wall_s=wall_s))
+    run.log.close()
+
+
+def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+    """What this run is, read off the prepared model where it can be: goes to config.yaml and to the trackers. Collective.
+
+    Raises RuntimeError when the model is not sharded, or not in the precision, that was asked for.
+    """
+    precision = check_precision(accelerator, model, sharding=recipe.sharding)
+    shards = placement.dp_shard_size if placement.distributed_type == "FSDP" else 1
+    held, parameters = sharded_fraction(model, shards=shards)
+    if held != parameters:
+        raise RuntimeError(f"only {held} of {parameters} parameters are held as 1/{shards} by every rank")
+    return {
+        **recipe_to_dict(recipe),
+        "accelerate": asdict(placement),
+        "precision": precision,
+        "derived": {
+            "parameters": sum(p.numel() for _, p in canonical_parameters(model)),
+            "sharded": f"every rank holds 1/{shards} of each of {parameters} parameters",
+            "fsdp_units": sum(1 for _ in precision_policies(model)),
+            "gradient_accumulation_steps": recipe.train.global_batch_size // (recipe.train.micro_batch_size * placement.num_processes),
+            "initial_weights_hash": weights_hash(model) if recipe.logging.weights_hash else None,
+        },
+        "versions": {"fullshard": __version__} | {package: version(package) for package in PACKAGES},
+        "git_commit": _git_commit(),
+    }
+
+
+def expected_memory(*, recipe: Recipe, placement: Placement) -> dict[str, int]:
+    """Bytes per rank of a training step, by category and at its peak: memory.predict_memory for this run."""
+    sharded = placement.distributed_type == "FSDP"
+    return dict(
+        predict_memory(
+            model=recipe.model,
+            distributed_type="FSDP" if sharded else "DDP",
+            shard_size=placement.dp_shard_size if sharded else 1,
+            mixed_precision=placement.mixed_precision,
+            micro_batch_size=recipe.train.micro_batch_size,
+            sequence_length=recipe.data.sequence_length,
+            reshard_after_forward=placement.reshard_after_forward,
+            gradient_accumulation_steps=recipe.train.global_batch_size // (recipe.train.micro_batch_size * placement.num_processes),
+            activation_checkpointing=placement.activation_checkpointing,
+        )
+    )
+
+
+def _open_run_folder(output_dir: Path, *, config: dict[str, Any]) -> Path | None:
+    """Write config.yaml. Files of an earlier run in this folder are moved to previous/<n>, which is returned. Main process only."""
+    earlier = [path for path in (output_dir / "config.yaml", output_dir / "metrics.jsonl") if path.exists()]
+    kept = None
+    if earlier:
+        taken = [int(path.name) for path in (output_dir / "previous").glob("*") if path.name.isdigit()]
+        kept = output_dir / "previous" / str(max(taken, default=0) + 1)
+        kept.mkdir(parents=True)
+        for path in earlier:
+            path.rename(kept / path.name)
+    (output_dir / "config.yaml").write_text(yaml.safe_dump(_plain(config), sort_keys=False, width=140), encoding="utf-8")
+    return kept
+
+
+def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any], memory: dict[str, int]) -> list[tuple[str, str]]:
+    """Name and value of what is derived from the two YAML files."""
+    train, derived = recipe.train, config["derived"]
+    tokens = train.global_batch_size * recipe.data.sequence_length
+    mesh = {
+        "FSDP": f"dp_replicate_size {placement.dp_replicate_size} x dp_shard_size {placement.dp_shard_size}, "
+        f"{derived['fsdp_units']} FSDP units, {'reshard' if placement.reshard_after_forward else 'keep'} after forward",
+        "MULTI_GPU": f"DDP over {placement.num_processes} ranks, not sharded",
+        "NO": "one process, not sharded",
+    }[placement.distributed_type]
+    peak = ", ".join(f"{name} {memory[name] / GIB:.3f}" for name in ("parameters", "gradients", "optimizer", "gathered", "activations"))
+    return [
+        ("parameters", f"{derived['parameters']:,}"),
+        ("mesh", mesh),
+        ("shards", derived["sharded"]),
+        ("precision", ", ".join(f"{what} {dtype}" for what, dtype in config["precision"].items())),
+        (
+            "batch",
+            f"{train.global_batch_size} rows = micro_batch_size {train.micro_batch_size} x {placement.num_processes} ranks"
+            f" x {derived['gradient_accumulation_steps']} accumulation steps",
+        ),
+        ("tokens", f"{tokens:,} per step x {train.max_steps:,} steps = {tokens * train.max_steps:,}"),
+        ("memory per rank", f"{memory['peak'] / GIB:.3f} GiB expected at the peak ({peak})"),
+        ("initial weights", f"hash {derived['initial_weights_hash']}" if derived["initial_weights_hash"] else "not hashed"),
+        ("output", recipe.output_dir),
+    ]
+
+
+def _end_table(*, recipe: Recipe, values: dict[str, float], wall_s: float) -> list[tuple[str, str]]:
+    """Name and value of how the run ended."""
+    rows = [
+        ("train/loss", f"{values['train/loss']:.4f} nats"),
+        ("tokens seen", f"{values['train/tokens_seen']:,.0f} in {duration(wall_s)}"),
+        ("tokens/s", f"{values['train/tokens_seen'] / wall_s:,.0f}, evaluation included"),
+        ("files", f"{recipe.output_dir}/config.yaml, {recipe.output_dir}/metrics.jsonl"),
+    ]
+    if "eval/loss" in values:
+        rows.insert(1, ("eval/loss", f"{values['eval/loss']:.4f} nats, perplexity {values['eval/perplexity']:.1f}, on held-out text"))
+    if "memory/peak_allocated_gib" in values:
+        predicted = values["memory/predicted_peak_gib"]
+        rows.insert(-1, ("peak memory", f"{values['memory/peak_allocated_gib']:.3f} GiB per rank, {predicted:.3f} expected"))
+    return rows
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout that this package runs from, with -dirty where it differs; None outside of one."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, for YAML."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,379 @@
+"""What an accelerate YAML means, read strictly: a key that the launcher would ignore or misread is an error.
+
+Layer 0: imports neither torch nor accelerate. tests/test_sharding.py holds the keys and choices below against the installed accelerate.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import COMMAND_LINE, UserError, shown
+from fullshard.parsing import load_yaml
+
+# A rule says what a key may hold: a tuple of choices, a range of integers, or text.
+Rule = tuple[Any, ...] | range | type[str]
+BOOLEAN = (True, False)
+ANY_SIZE = 2**31
+_BACKENDS = (
+    *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT", "TENSORRT"),
+    *("AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"),
+)
+DYNAMO_BACKENDS = (*_BACKENDS, *(name.lower() for name in _BACKENDS))
+TOP_RULES: dict[str, Rule] = {
+    "distributed_type": ("FSDP", "MULTI_GPU", "NO"),
+    "mixed_precision": ("no", "bf16", "fp16"),
+    "num_processes": range(1, ANY_SIZE),
+    "num_machines": range(1, ANY_SIZE),
+    "machine_rank": range(ANY_SIZE),
+    "main_process_ip": str,
+    "main_process_port": range(2**16),
+    "gpu_ids": str,
+    "use_cpu": BOOLEAN,
+    "debug": BOOLEAN,
+    "dynamo_backend": DYNAMO_BACKENDS,
+    "compute_environment": ("LOCAL_MACHINE",),
+    "main_training_function": str,
+}
+FSDP_RULES: dict[str, Rule] = {
+    "fsdp_version": (2, "2"),
+    "fsdp_reshard_after_forward": BOOLEAN,
+    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "fsdp_transformer_layer_cls_to_wrap": str,
+    "fsdp_min_num_params": range(ANY_SIZE),
+    "fsdp_state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
+    "fsdp_offload_params": BOOLEAN,
+    "fsdp_cpu_ram_efficient_loading": (False,),
+    "fsdp_activation_checkpointing": BOOLEAN,
+    "fsdp_activation_checkpointing_offload": BOOLEAN,
+}
+DYNAMO_RULES: dict[str, Rule] = {
+    "dynamo_backend": DYNAMO_BACKENDS,
+    "dynamo_mode": ("default", "reduce-overhead", "max-autotune"),
+    "dynamo_use_fullgraph": BOOLEAN,
+    "dynamo_use_dynamic": BOOLEAN,
+    "dynamo_use_regional_compilation": BOOLEAN,
+}
+# The launcher reads these only with their prefix spelled out; `dp_shard_size: 2` alone it ignores.
+PARALLELISM_RULES: dict[str, Rule] = {
+    "parallelism_config_dp_replicate_size": range(1, ANY_SIZE),
+    "parallelism_config_dp_shard_size": range(1, ANY_SIZE),
+}
+# (rules, prefix that may be left out) of each section.
+SECTION_RULES = {
+    "fsdp_config": (FSDP_RULES, "fsdp_"),
+    "dynamo_config": (DYNAMO_RULES, "dynamo_"),
+    "parallelism_config": (PARALLELISM_RULES, ""),
+}
+# Known to the launcher, refused here: key -> reason.
+_FSDP1 = "FSDP1 only, no effect with fsdp_version 2; remove it"
+_META = "must be false: the model is built on meta and no rank loads weights"
+_PARALLELISM = "tensor, context and sequence parallelism are not supported; remove it"
+REFUSED = {
+    "fsdp_sharding_strategy": f"{_FSDP1} (fsdp_reshard_after_forward is its successor)",
+    "fsdp_backward_prefetch": _FSDP1,
+    "fsdp_forward_prefetch": _FSDP1,
+    "fsdp_use_orig_params": _FSDP1,
+    "fsdp_sync_module_states": _FSDP1,
+    "fsdp_ignored_modules": "not supported: every parameter is sharded; remove it",
+    **{f"parallelism_config_{axis}_size": _PARALLELISM for axis in ("tp", "cp", "sp")},
+    **{f"parallelism_config_cp_{what}": _PARALLELISM for what in ("backend", "comm_strategy")},
+    **{
+        f"parallelism_config_sp_{what}": _PARALLELISM for what in ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
+    },
+    "gradient_accumulation_steps": "derived from the recipe's train.global_batch_size; remove it",
+    "fp16": "an old spelling; write mixed_precision: fp16",
+}
+# Sections and keys of other launch paths; `accelerate config` writes some of them empty.
+UNSUPPORTED = (
+    *("deepspeed_config", "megatron_lm_config", "mpirun_config", "fp8_config", "downcast_bf16", "command_file", "commands"),
+    *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
+)
+# The launcher reads these from its command line alone: key -> the value that it takes whatever the YAML says.
+COMMAND_LINE_ONLY = {"rdzv_backend": "static", "same_network": False, "enable_cpu_affinity": False}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run is: what the launcher tells the ranks. Fields in Accelerate's spelling; those of FSDP hold their defaults without it."""
+
+    distributed_type: str = "NO"
+    """FSDP, MULTI_GPU (DDP, on GPUs or gloo) or NO (one process)."""
+    num_processes: int = 1
+    dp_replicate_size: int = 1
+    """Ranks that hold copies of the same shard."""
+    dp_shard_size: int = 1
+    """Ranks over which a copy is sharded."""
+    mixed_precision: str = "no"
+    """Compute type: no (fp32), bf16, fp16."""
+    fsdp_version: int = 2
+    reshard_after_forward: bool = True
+    auto_wrap_policy: str = "NO_WRAP"
+    transformer_cls_names_to_wrap: tuple[str, ...] = ()
+    """Classes that become FSDP units; () is the model's own choice (`_no_split_modules`)."""
+    min_num_params: int = 10**8
+    """Parameters from which a module becomes a unit (SIZE_BASED_WRAP)."""
+    state_dict_type: str = "SHARDED_STATE_DICT"
+    activation_checkpointing: bool = False
+    activation_checkpointing_offload: bool = False
+    offload_params: bool = False
+    dynamo_backend: str = "NO"
+    dynamo_regional: bool = False
+    """Compile each decoder layer rather than the whole model."""
+
+
+def check_accelerate_yaml(path: str | Path) -> dict[str, Any]:
+    """The YAML with section keys in their long spelling (fsdp_config.version -> fsdp_config.fsdp_version).
+
+    Raises UserError for the first mistake.
+    """
+    tree = load_yaml(path)
+    checked: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key in SECTION_RULES:
+            checked[key] = _check_section(path, key, value)
+        elif key in UNSUPPORTED:
+            if value and value != "no":
+                raise _mistake(path, key, value, "not supported; remove it")
+        elif key in COMMAND_LINE_ONLY:
+            if value is not None and value != COMMAND_LINE_ONLY[key]:
+                raise _mistake(path, key, value, f"the launcher ignores it in a file; pass --{key} to accelerate launch")
+        elif key not in TOP_RULES:
+            raise _unknown_key(path, "", key, (*TOP_RULES, *SECTION_RULES, *COMMAND_LINE_ONLY))
+        elif value is not None or key in ("distributed_type", "num_processes", "dynamo_backend"):
+            _check_value(path, key, value, TOP_RULES[key])
+            checked[key] = value
+    _check_together(path, checked)
+    return checked
+
+
+def _check_section(path: str | Path, section: str, values: Any) -> dict[str, Any]:
+    rules, prefix = SECTION_RULES[section]
+    if not isinstance(values, dict | None):
+        raise _mistake(path, section, values, "must be a section with `key: value` lines")
+    checked: dict[str, Any] = {}
+    for key, value in (values or {}).items():
+        name = key if str(key).startswith(prefix) else f"{prefix}{key}"
+        if section == "parallelism_config" and name in REFUSED and value in (1, "torch", "deepspeed"):
+            checked[name] = value  # The defaults, spelled out.
+            continue
+        if name in REFUSED:
+            raise _mistake(path, f"{section}.{key}", value, REFUSED[name])
+        if name not in rules:
+            raise _unknown_key(path, section, key, tuple(rules), prefix)
+        if name in checked:
+            raise _mistake(path, f"{section}.{key}", value, f"written twice, as {key} and as {name}" if key != name else "written twice")
+        if name == "fsdp_version" and value in (1, "1"):
+            raise _mistake(path, f"{section}.{key}", value, "FSDP1 is not supported yet; write fsdp_version: 2")
+        if name == "fsdp_cpu_ram_efficient_loading" and value is not False:
+            raise _mistake(path, f"{section}.{key}", value, _META)
+        if name == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, str) and (" " in value or not value):
+            raise _mistake(path, f"{section}.{key}", value, "must be class names with commas and no spaces between them")
+        _check_value(path, f"{section}.{key}", value, rules[name])
+        checked[name] = value
+    return checked
+
+
+def _check_value(path: str | Path, key: str, value: Any, rule: Rule) -> None:
+    if isinstance(rule, range):
+        if type(value) is not int or value not in rule:
+            bounds = f">= {rule.start}" if rule.stop == ANY_SIZE else f"from {rule.start} to {rule.stop - 1}"
+            raise _mistake(path, key, value, f"must be an integer {bounds}")
+    elif isinstance(rule, tuple):
+        # By type too: 0 == False, and a quoted 'false' is text, which is true wherever the launcher does not parse it.
+        if any(value == choice and type(value) is type(choice) for choice in rule):
+            return
+        choices = ", ".join(dict.fromkeys(shown(choice).upper() if rule is DYNAMO_BACKENDS else shown(choice) for choice in rule))
+        no = next((choice for choice in rule if str(choice).lower() == "no"), None)
+        if value is False and no is not None:
+            raise _mistake(path, key, value, f"an unquoted no is a boolean in YAML; write {key.rpartition('.')[2]}: '{no}'")
+        quotes = " without quotes" if rule == BOOLEAN and isinstance(value, str) else ""
+        raise _mistake(path, key, value, f"must be {choices}{quotes}" if len(rule) <= 2 else f"must be one of {choices}")
+    elif not isinstance(value, str):
+        raise _mistake(path, key, value, "must be text; put quotes around it" if not isinstance(value, list | dict) else "must be text")
+
+
+def _check_together(path: str | Path, checked: Mapping[str, Any]) -> None:
+    kind, fsdp, dynamo = checked.get("distributed_type"), checked.get("fsdp_config", {}), checked.get("dynamo_config", {})
+    if kind is None:
+        raise UserError(f"{path}: distributed_type: missing: must be one of FSDP, MULTI_GPU, NO")
+    if kind == "NO" and checked.get("num_processes", 1) > 1:
+        raise _mistake(path, "num_processes", checked["num_processes"], "distributed_type NO starts one process; write FSDP or MULTI_GPU")
+    if checked.get("use_cpu") and kind != "NO":
+        raise _mistake(path, "use_cpu", True, f"the launcher ignores it with {kind}; remove it (without a GPU the CPU is used)")
+    for section in ("fsdp_config", "parallelism_config"):
+        if checked.get(section) and kind != "FSDP":
+            raise _mistake(path, "distributed_type", kind, f"{section} has an effect with FSDP only; remove it or write FSDP")
+    if kind == "FSDP":
+        for key, default in (("fsdp_version", "1; write 2"), ("fsdp_cpu_ram_efficient_loading", "true; write false")):
+            if key not in fsdp:
+                raise UserError(f"{path}: fsdp_config.{key}: missing: the launcher's default is {default}")
+        policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")
+        for key, user in (("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"), ("fsdp_min_num_params", "SIZE_BASED_WRAP")):
+            if key in fsdp and policy != user:
+                raise _mistake(path, f"fsdp_config.{key}", fsdp[key], f"not used by fsdp_auto_wrap_policy {policy}, only by {user}")
+        if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
+            key = "fsdp_config.fsdp_activation_checkpointing_offload"
+            raise _mistake(path, key, True, "needs fsdp_activation_checkpointing: true")
+    if dynamo and "dynamo_backend" not in dynamo:
+        raise UserError(f"{path}: dynamo_config.dynamo_backend: missing: without it nothing is compiled; write INDUCTOR")
+    if dynamo and "dynamo_backend" in checked:
+        raise _mistake(path, "dynamo_backend", checked["dynamo_backend"], "replaces dynamo_config, which is then lost; write it inside")
+
+
+def launcher_yaml() -> Path | None:
+    """The accelerate YAML of the `accelerate launch` that started this process, read off its command line: the ranks are not told.
+
+    None where there is none, or this process was not started by `accelerate launch`.
+    """
+    import psutil
+
+    try:
+        parent = psutil.Process(os.getppid())
+        words, folder = parent.cmdline(), Path(parent.cwd())
+    except psutil.Error:
+        return None
+    return _yaml_of_command(words, folder, os.environ)
+
+
+def _yaml_of_command(words: list[str], folder: Path, env: Mapping[str, str]) -> Path | None:
+    whole = ("accelerate-launch", "accelerate.commands.launch")
+    starts = [i + 1 for i, word in enumerate(words) if Path(word).name in whole]
+    starts += [i + 2 for i, word in enumerate(words[:-1]) if Path(word).name.startswith("accelerate") and words[i + 1] == "launch"]
+    if not starts:
+        return None
+    rest = iter(words[starts[0] :])
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in ("--config_file", "--config-file"):
+            return folder / (value if equals else next(rest, ""))
+        if word.endswith(".py"):  # The script: what follows is its own.
+            break
+    cache = env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    default = folder / Path(cache).expanduser() / "accelerate" / "default_config.yaml"
+    return next((path for path in (default, default.with_suffix(".json")) if path.is_file()), None)
+
+
+def check_launch(env: Mapping[str, str] | None = None) -> Placement:
+    """Placement of this rank; the YAML that the launcher was given, if any, is checked first. UserError names the file where it can."""
+    env = os.environ if env is None else env
+    path = launcher_yaml()
+    checked = check_accelerate_yaml(path) if path is not None else {}
+    if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and checked.get("distributed_type", "NO") != "NO":
+        fix = f"starts one process without {checked['distributed_type']}; leave it out: without a GPU the CPU is used"
+        raise UserError(f"{COMMAND_LINE}: --cpu: {fix}")
+    return placement_from_environment(env)
+
+
+def placement_from_yaml(path: str | Path, *, num_processes: int | None = None) -> Placement:
+    """What ranks launched with this YAML (and `--num_processes`) would be told. UserError for mistakes in it."""
+    return _placement(environment_from_yaml(path, num_processes=num_processes), source=str(path))
+
+
+def placement_from_environment(env: Mapping[str, str] | None = None) -> Placement:
+    """What the launcher told this rank (os.environ): its YAML with its command-line flags on top. UserError for what is not supported."""
+    return _placement(os.environ if env is None else env, source="accelerate launch")
+
+
+def environment_from_yaml(path: str | Path, *, num_processes: int | None = None) -> dict[str, str]:
+    """The environment in which `accelerate launch --config_file path` starts the ranks, as far as placement goes (and WORLD_SIZE)."""
+    checked = check_accelerate_yaml(path)
+    kind = checked["distributed_type"]
+    processes = num_processes or checked.get("num_processes") or (1 if kind == "NO" else None)
+    if processes is None:
+        raise UserError(f"{path}: num_processes: missing: write it, or pass --num_processes")
+    dynamo = checked.get("dynamo_config", {})
+    env = {
+        "ACCELERATE_MIXED_PRECISION": checked.get("mixed_precision", "no"),
+        "ACCELERATE_DYNAMO_BACKEND": dynamo.get("dynamo_backend", checked.get("dynamo_backend", "NO")).upper(),
+        "ACCELERATE_DYNAMO_MODE": dynamo.get("dynamo_mode", "default"),
+        **{f"ACCELERATE_{key.upper()}": str(dynamo.get(key, False)) for key, rule in DYNAMO_RULES.items() if rule is BOOLEAN},
+    }
+    if kind != "NO":
+        env["WORLD_SIZE"] = str(processes)
+    if kind == "FSDP":
+        # Every other FSDP key goes to the ranks as FSDP_<KEY>, lower-cased where it is a boolean.
+        names = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+        defaults = {"fsdp_min_num_params": 10**8, "fsdp_reshard_after_forward": True} | dict.fromkeys(
+            ("fsdp_offload_params", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload"), False
+        )
+        env["ACCELERATE_USE_FSDP"] = "true"
+        for key, value in (defaults | checked["fsdp_config"]).items():
+            env[names.get(key, key.upper())] = str(value).lower() if isinstance(value, bool) else str(value)
+    if checked.get("parallelism_config"):
+        env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        env |= {key.upper(): str(checked["parallelism_config"].get(key, 1)) for key in PARALLELISM_RULES}
+    return env
+
+
+def _placement(env: Mapping[str, str], *, source: str) -> Placement:
+    def flag(key: str, default: str) -> bool:
+        return env.get(key, default).lower() in ("true", "1", "yes", "y", "t", "on")
+
+    if steps := env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
+        fix = "derived from the recipe's train.global_batch_size; unset it"
+        raise UserError(f"environment: ACCELERATE_GRADIENT_ACCUMULATION_STEPS: {steps}: {fix}")
+    processes = int(env.get("WORLD_SIZE", "1"))
+    fsdp = flag("ACCELERATE_USE_FSDP", "false")
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in TOP_RULES["mixed_precision"]:  # type: ignore[operator]
+        raise _mistake(source, "mixed_precision", precision, "must be one of no, bf16, fp16")
+    common: dict[str, Any] = {
+        "num_processes": processes,
+        "mixed_precision": precision,
+        "dynamo_backend": env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper(),
+        "dynamo_regional": flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "false"),
+    }
+    if not fsdp:
+        kind = "MULTI_GPU" if "WORLD_SIZE" in env else "NO"
+        return Placement(distributed_type=kind, dp_replicate_size=processes, **common)
+    if (version := env.get("FSDP_VERSION", "1")) != "2":
+        raise _mistake(source, "fsdp_version", version, "FSDP1 is not supported yet; pass 2")
+    if flag("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"):
+        raise _mistake(source, "fsdp_cpu_ram_efficient_loading", True, _META)
+    replicate, shard = 1, processes
+    if flag("ACCELERATE_USE_PARALLELISM_CONFIG", "false"):
+        replicate, shard = (int(env.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1")) for axis in ("REPLICATE", "SHARD"))
+        for axis in ("TP", "CP", "SP"):
+            if (size := env.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) != "1":
+                raise _mistake(source, f"parallelism_config_{axis.lower()}_size", size, "must be 1: not supported")
+        if replicate * shard != processes:
+            fix = f"dp_replicate_size x dp_shard_size, {replicate} x {shard} = {replicate * shard}, must equal num_processes, {processes}"
+            raise _mistake(source, "parallelism_config.parallelism_config_dp_shard_size", shard, fix)
+        if shard == 1 and processes > 1:
+            fix = "nothing would be sharded; raise it, or use distributed_type MULTI_GPU"
+            raise _mistake(source, "parallelism_config.parallelism_config_dp_shard_size", shard, fix)
+    classes = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    return Placement(
+        distributed_type="FSDP",
+        dp_replicate_size=replicate,
+        dp_shard_size=shard,
+        reshard_after_forward=flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
+        auto_wrap_policy=env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper(),
+        transformer_cls_names_to_wrap=tuple(classes.split(",")) if classes else (),
+        min_num_params=int(env.get("FSDP_MIN_NUM_PARAMS", "0")),
+        state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT").upper(),
+        activation_checkpointing=flag("FSDP_ACTIVATION_CHECKPOINTING", "false"),
+        activation_checkpointing_offload=flag("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false"),
+        offload_params=flag("FSDP_OFFLOAD_PARAMS", "false"),
+        **common,
+    )
+
+
+def _mistake(source: str | Path, key: str, value: Any, fix: str) -> UserError:
+    return UserError(f"{source}: {key}: {shown(value)}: {fix}")
+
+
+def _unknown_key(path: str | Path, section: str, key: Any, known: tuple[str, ...], prefix: str = "") -> UserError:
+    if key in REFUSED:
+        return UserError(f"{path}: {key}: {REFUSED[key]}")
+    candidates = {name.removeprefix(prefix): name for name in known} | {name: name for name in known}
+    # parallelism_config's prefix may not be left out: point from the short name to the long one.
+    candidates |= {name.removeprefix("parallelism_config_"): name for name in known}
+    near = difflib.get_close_matches(str(key), candidates, 1)
+    fix = f"did you mean {candidates[near[0]]}?" if near else f"known: {', '.join(known)}"
+    return UserError(f"{path}: {section + '.' if section else ''}{key}: unknown key; {fix}")

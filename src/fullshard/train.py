@@ -1,0 +1,172 @@
+"""The training loop: one `train()`, one `train_step()`, and the only optimizer step of the project."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from fullshard.accelerator import COMPUTE_DTYPE
+from fullshard.config import Recipe
+from fullshard.evaluate import evaluate
+from fullshard.losses import IGNORED, next_token_loss_sum
+from fullshard.memory import GIB, MemoryMeasurement, host_rss_bytes, measure_memory, optimizer_bytes, tensor_bytes
+from fullshard.metrics import peak_flops, throughput, tokens_seen, training_flops_per_token
+from fullshard.run import Run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars of one optimizer step, still on the device: reading them is the loop's choice, since it waits for a GPU."""
+
+    loss: torch.Tensor
+    """Mean over all target tokens of the global batch, nats."""
+    grad_norm: torch.Tensor
+    """L2 norm of the whole gradient before clipping."""
+    learning_rate: float
+    """At which the step was taken."""
+    gradient_bytes: int
+    """Of this rank's gradients before they were freed."""
+
+
+def train_step(
+    *,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: LRScheduler,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    micro_batch_size: int,
+    max_grad_norm: float | None,
+    measurement: MemoryMeasurement | None = None,
+) -> StepResult:
+    """One optimizer step on this rank's rows of the global batch. Collective.
+
+    inputs, targets: [rows, sequence_length]; the number of micro batches must be the same on every rank; a target may be IGNORED.
+    The loss and its gradient are means over all target tokens of all ranks and micro batches, not means of means (PUBLIC_REPORTS O01, O02).
+    """
+    measurement = measurement or MemoryMeasurement()
+    target_tokens = accelerator.reduce((targets != IGNORED).sum(), reduction="sum")
+    # FSDP and DDP average gradients over ranks; the loss below is to be summed.
+    scale = accelerator.num_processes / target_tokens.clamp(min=1)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=inputs.device)
+    micro_batches = list(zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True))
+    for index, (micro_inputs, micro_targets) in enumerate(micro_batches):
+        with _gradient_sync(accelerator, model, last=index == len(micro_batches) - 1):
+            with measurement.forward():
+                logits = model(input_ids=micro_inputs, use_cache=False).logits  # [micro_batch_size, sequence_length, vocab_size]
+                micro_loss = next_token_loss_sum(logits, micro_targets)
+            del logits
+            accelerator.backward(micro_loss * scale)
+        loss_sum += micro_loss.detach()
+    gradient_bytes = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    grad_norm = accelerator.clip_grad_norm_(model.parameters(), float("inf") if max_grad_norm is None else max_grad_norm)
+    if isinstance(grad_norm, DTensor):
+        grad_norm = grad_norm.full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
+    learning_rate = schedule.get_last_lr()[0]
+    # Not prepared: a prepared scheduler steps num_processes times per optimizer step (PUBLIC_REPORTS O03).
+    schedule.step()
+    return StepResult(accelerator.reduce(loss_sum, reduction="sum") / target_tokens, grad_norm, learning_rate, gradient_bytes)
+
+
+def _gradient_sync(accelerator: Accelerator, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    """Under DDP gradients are reduced with the last micro batch only. Under FSDP with each: putting it off keeps a whole fp32 gradient on
+    every rank, which is what sharding is there to avoid (PUBLIC_REPORTS O08)."""
+    return nullcontext() if last or accelerator.is_fsdp2 else accelerator.no_sync(model)
+
+
+def train(
+    *,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: LRScheduler,
+    batches: Iterator[torch.Tensor],
+    held_out: torch.Tensor,
+    run: Run,
+) -> dict[str, float]:
+    """Train for max_steps optimizer steps; returns the last logged values. Collective.
+
+    batches yields this rank's rows of each global batch, [rows, sequence_length + 1]; held_out is [n, sequence_length + 1].
+    """
+    train, device = recipe.train, accelerator.device
+    batch_tokens = train.global_batch_size * recipe.data.sequence_length
+    device_peak = peak_flops(device, COMPUTE_DTYPE[accelerator.mixed_precision], recipe.logging.peak_tflops)
+    values: dict[str, float] = {}
+    model.train()
+    window_start, window_steps, data_wait_s = time.perf_counter(), 0, 0.0
+    with run.terminal.progress(max_steps=train.max_steps):
+        for step in range(1, train.max_steps + 1):
+            logged = step in (1, train.max_steps) or step % recipe.logging.every == 0
+            waiting = time.perf_counter()
+            rows = next(batches)  # [rows, sequence_length + 1]
+            data_wait_s += time.perf_counter() - waiting
+            rows = rows.to(device)
+            with measure_memory(device, enabled=logged) as measurement:
+                result = train_step(
+                    accelerator=accelerator,
+                    model=model,
+                    optimizer=optimizer,
+                    schedule=schedule,
+                    inputs=rows[:, :-1],
+                    targets=rows[:, 1:],
+                    micro_batch_size=train.micro_batch_size,
+                    max_grad_norm=train.max_grad_norm,
+                    measurement=measurement,
+                )
+            run.terminal.advance(step)
+            window_steps += 1
+            evaluated = recipe.evaluation.max_rows > 0 and (
+                step == train.max_steps or (recipe.evaluation.every > 0 and step % recipe.evaluation.every == 0)
+            )
+            if not logged and not evaluated:
+                continue
+            values = {
+                "train/loss": result.loss.item(),  # Waits for the device, so that the clock below has the whole step.
+                "train/grad_norm": result.grad_norm.item(),
+                "train/learning_rate": result.learning_rate,
+                "train/tokens_seen": tokens_seen(
+                    step=step, global_batch_size=train.global_batch_size, sequence_length=recipe.data.sequence_length
+                ),
+                **throughput(
+                    steps=window_steps,
+                    tokens=window_steps * batch_tokens,
+                    wall_s=time.perf_counter() - window_start,
+                    data_wait_s=data_wait_s,
+                    flops_per_token=training_flops_per_token(model=recipe.model, sequence_length=recipe.data.sequence_length),
+                    peak_flops_per_s=None if device_peak is None else device_peak * accelerator.num_processes,
+                ),
+                "memory/host_rss_gib": host_rss_bytes() / GIB,
+                "memory/predicted_peak_gib": run.predicted_peak_bytes / GIB,
+            }
+            if measurement.use is not None:
+                values |= {
+                    "memory/allocated_gib": measurement.use.allocated / GIB,
+                    "memory/peak_allocated_gib": measurement.use.peak_allocated / GIB,
+                    "memory/reserved_gib": measurement.use.reserved / GIB,
+                    "memory/parameters_gib": tensor_bytes(model.parameters()) / GIB,
+                    "memory/gradients_gib": result.gradient_bytes / GIB,
+                    "memory/optimizer_gib": optimizer_bytes(optimizer) / GIB,
+                    "memory/activations_gib": measurement.use.activations / GIB,
+                }
+            if evaluated:
+                loss = evaluate(accelerator, model, rows=held_out, micro_batch_size=train.micro_batch_size)
+                # Above 700 nats exp() overflows a float; such a model is noise anyway.
+                values |= {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+            run.log.log(step, values)
+            run.terminal.log(step, values)
+            # After the evaluation: its time is not training time.
+            window_start, window_steps, data_wait_s = time.perf_counter(), 0, 0.0
+    return values

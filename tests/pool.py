@@ -1,0 +1,111 @@
+"""One pool of gloo processes for all tests that need ranks but not the launcher.
+
+Starting a process and importing torch, accelerate and transformers costs seconds; a task in a running process costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+MAX_RANKS = 4
+
+
+def _serve(connection: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline")
+    import torch
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    torch.set_num_threads(1)
+    clean = dict(os.environ)
+    while True:
+        try:
+            function, arguments, environment, rendezvous = connection.recv()
+        except EOFError:  # The pool was closed.
+            return
+        os.environ.clear()
+        os.environ.update(clean)
+        os.environ.update(environment)
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{rendezvous}", rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
+            )
+            result = (True, function(**arguments))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        connection.send(result)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+        torch._dynamo.reset()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class GlooPool:
+    """`run(function, world_size=2, config="fsdp.yaml")`: the function's result on each rank, as the launcher would have started it."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def _worker(self, index: int) -> Connection:
+        while len(self._workers) <= index:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        return self._workers[index][1]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *,
+        world_size: int = 2,
+        config: str | Path = "fsdp.yaml",
+        environment: dict[str, str] | None = None,
+        timeout: float = 120.0,
+        **arguments: Any,
+    ) -> list[Any]:
+        """config: a file in accelerate_configs/ or a path. A rank that raises fails the test with its traceback; a hang, after `timeout` s."""
+        from fullshard.sharding import environment_from_yaml
+
+        path = Path(config) if Path(config).is_absolute() else ROOT / "accelerate_configs" / config
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                launched = {
+                    **environment_from_yaml(path),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "LOCAL_WORLD_SIZE": str(world_size),
+                    **(environment or {}),
+                }
+                self._worker(rank).send((function, arguments, launched, f"{folder}/rendezvous"))
+            results = []
+            for rank in range(world_size):
+                connection = self._worker(rank)
+                if not connection.poll(timeout):
+                    self.close()
+                    raise TimeoutError(f"rank {rank} of {world_size} did not answer within {timeout} s")
+                results.append(connection.recv())
+        failures = [f"rank {rank}:\n{result}" for rank, (good, result) in enumerate(results) if not good]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in results]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.join(5)
+            process.kill()
+        self._workers.clear()

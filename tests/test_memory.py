@@ -1,0 +1,224 @@
+"""Measured memory is exact to the byte; predicted memory is held against it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_model import prepared
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from fullshard.config import ModelConfig
+from fullshard.losses import next_token_loss_sum
+from fullshard.memory import (
+    MemoryUse,
+    activation_bytes_per_token,
+    count_cpu_memory,
+    measure_memory,
+    optimizer_bytes,
+    parameter_counts,
+    predict_memory,
+    tensor_bytes,
+)
+from fullshard.model import llama_config
+
+CPU = torch.device("cpu")
+GQA = ModelConfig(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+MHA = ModelConfig(
+    vocab_size=2000, hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8
+)
+TIED = ModelConfig(
+    vocab_size=300, hidden_size=64, num_hidden_layers=1, head_dim=24, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+)
+
+
+def measured(block: Callable[[], Any]) -> MemoryUse:
+    with measure_memory(CPU) as measurement:
+        block()
+    assert measurement.use is not None
+    return measurement.use
+
+
+def test_this_torch_has_the_switch_that_counts() -> None:
+    """If it fails after an upgrade, c10's FLAGS_caffe2_report_cpu_memory_usage is gone and CPU memory is no longer measured."""
+    assert count_cpu_memory()
+
+
+def test_a_known_allocation_is_counted_to_the_byte() -> None:
+    held: list[torch.Tensor] = []
+    before = measured(lambda: None).allocated
+    temporary = measured(lambda: torch.empty(100_000_000, dtype=torch.uint8))
+    assert (temporary.allocated - before, temporary.peak_allocated - before) == (0, 100_000_000)
+    living = measured(lambda: held.append(torch.empty(1_000_003, dtype=torch.uint8)))
+    assert (living.allocated - before, living.peak_allocated - before) == (1_000_003, 1_000_003)
+    # Born in one measurement, resized as FSDP2 does and freed in others.
+    assert measured(lambda: held[0].untyped_storage().resize_(0)).allocated == before
+    assert measured(lambda: held[0].untyped_storage().resize_(4096)).allocated - before == 4096
+    freed = measured(held.clear)
+    assert (freed.allocated - before, freed.peak_allocated - before) == (0, 4096)
+
+
+def test_frees_by_other_threads_count() -> None:
+    """gloo's threads drop the last reference to FSDP2's communication buffers."""
+    held = [torch.empty(500_000, dtype=torch.uint8)]
+    before = measured(lambda: None).allocated
+
+    def free_elsewhere() -> None:
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+
+    assert measured(free_elsewhere).allocated == before - 500_000
+
+
+def test_activations_are_what_the_largest_forward_leaves_alive() -> None:
+    kept = []
+    with measure_memory(CPU) as measurement:
+        for size in (1000, 30_000, 20_000):
+            with measurement.forward():
+                torch.empty(90_000, dtype=torch.uint8)
+                kept.append(torch.empty(size, dtype=torch.uint8))
+            torch.empty(200_000, dtype=torch.uint8)
+    assert measurement.use is not None
+    assert measurement.use.activations == 30_000
+
+
+def test_nothing_is_measured_unless_enabled() -> None:
+    with measure_memory(CPU, enabled=False) as measurement, measurement.forward():
+        assert not torch._C._autograd._profiler_enabled()
+    assert measurement.use is None
+
+
+def test_an_exception_ends_the_measurement() -> None:
+    with pytest.raises(ZeroDivisionError), measure_memory(CPU) as measurement, measurement.forward():
+        raise ZeroDivisionError
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_compiled_code_is_counted_and_stays_compiled() -> None:
+    layer = torch.compile(nn.Linear(64, 64), backend="aot_eager", fullgraph=True)
+    rows = torch.randn(16, 64)
+    layer(rows)
+    with measure_memory(CPU) as measurement, torch.compiler.set_stance("fail_on_recompile"), measurement.forward():
+        output = layer(rows)
+    assert measurement.use is not None
+    assert measurement.use.activations == output.nbytes
+
+
+def test_views_and_ties_count_once() -> None:
+    whole = torch.empty(10, 10)
+    assert tensor_bytes([whole, whole[2:], whole.T, torch.empty(5, dtype=torch.int64)]) == 440
+
+
+@pytest.mark.parametrize("model", [GQA, MHA, TIED])
+def test_parameter_counts_are_those_of_the_model(model: ModelConfig) -> None:
+    with torch.device("meta"):
+        built = LlamaForCausalLM(llama_config(model))
+    assert parameter_counts(model)["total"] == sum(p.numel() for p in built.parameters())
+    assert parameter_counts(model)["layer"] == sum(p.numel() for p in built.model.layers[0].parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize(("model", "rows", "length"), [(GQA, 4, 128), (MHA, 2, 256)])
+def test_predicted_activations_are_what_autograd_saves(model: ModelConfig, rows: int, length: int, precision: str) -> None:
+    """To 1 %: the rotary tables and the loss's per-token scalars are left out. A failure: transformers' Llama saves other tensors now."""
+    built = LlamaForCausalLM(llama_config(model))
+    if precision == "bf16":
+        built.bfloat16()
+    ids = torch.randint(0, model.vocab_size, (rows, length))
+    known = {p.untyped_storage()._cdata for p in built.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in known:
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            logits = built(ids, use_cache=False).logits
+        if precision == "autocast":
+            logits = logits.float()  # as Accelerate returns them
+        next_token_loss_sum(logits, ids)
+    # The cached casts of the linear weights belong to `gathered`.
+    casts = 2 * (parameter_counts(model)["total"] - parameter_counts(model)["embedding"]) if precision == "autocast" else 0
+    per_token = activation_bytes_per_token(model, compute_bytes=4 if precision == "fp32" else 2, autocast=precision == "autocast")
+    predicted = rows * length * (model.num_hidden_layers * per_token["layer"] + per_token["head"])
+    assert tensor_bytes([logits, *saved.values()]) - casts == pytest.approx(predicted, rel=0.01)
+
+
+def one_step(*, model: ModelConfig, rows: int, length: int, checkpointing: bool = False) -> dict[str, Any]:
+    from fullshard.train import train_step
+
+    gc.collect()
+    base = measured(lambda: None).allocated
+    accelerator, built = prepared(model)
+    if checkpointing:
+        accelerator.unwrap_model(built).gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(built.parameters(), lr=1e-3, fused=True))
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, factor=1.0)
+    ids = torch.randint(0, model.vocab_size, (2 * rows, length))
+    for _ in range(3):  # the second step rebuilds DDP's buckets
+        with measure_memory(accelerator.device) as measurement:
+            step = train_step(
+                accelerator=accelerator,
+                model=built,
+                optimizer=optimizer,
+                schedule=schedule,
+                inputs=ids,
+                targets=ids,
+                micro_batch_size=rows,
+                max_grad_norm=1.0,
+                measurement=measurement,
+            )
+    use = measurement.use
+    assert use is not None
+    return {
+        "allocated": use.allocated - base,
+        "peak": use.peak_allocated - base,
+        "activations": use.activations,
+        "parameters": tensor_bytes(built.parameters()),
+        "optimizer": optimizer_bytes(optimizer.optimizer),
+        "gradients": step.gradient_bytes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "length", "checkpointing", "tolerance"),
+    [
+        # Activations decide the peak.
+        ("fsdp.yaml", 4, 128, False, 0.03),
+        ("fsdp.yaml", 4, 128, True, 0.05),
+        ("fsdp_fp32.yaml", 2, 256, False, 0.03),
+        ("ddp.yaml", 4, 128, False, 0.03),
+        # Parameters decide the peak: the order in which buffers are freed is not modelled.
+        ("fsdp.yaml", 1, 8, False, 0.15),
+    ],
+)
+def test_predicted_memory_is_the_memory_of_a_step(
+    pool: Any, config: str, rows: int, length: int, checkpointing: bool, tolerance: float
+) -> None:
+    model = GQA if rows > 1 else MHA
+    sharded = config != "ddp.yaml"
+    predicted = predict_memory(
+        model=model,
+        distributed_type="FSDP" if sharded else "DDP",
+        shard_size=2,
+        mixed_precision="no" if "fp32" in config else "bf16",
+        micro_batch_size=rows,
+        sequence_length=length,
+        gradient_accumulation_steps=2,
+        activation_checkpointing=checkpointing,
+    )
+    for rank in pool.run(one_step, world_size=2, config=config, model=model, rows=rows, length=length, checkpointing=checkpointing):
+        assert rank["parameters"] == predicted["parameters"]
+        assert rank["gradients"] == predicted["gradients"]
+        assert rank["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.001)  # and one step counter per parameter
+        held = rank["parameters"] + rank["optimizer"] + (0 if sharded else 4 * parameter_counts(model)["total"])  # DDP's buckets stay
+        assert rank["allocated"] == pytest.approx(held, rel=0.01)
+        assert rank["peak"] == pytest.approx(predicted["peak"], rel=tolerance)

@@ -1,0 +1,369 @@
+"""The accelerate YAML: what is accepted means what the installed launcher makes of it, and every mistake is one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fullshard import sharding
+from fullshard.errors import UserError
+from fullshard.sharding import (
+    Placement,
+    check_accelerate_yaml,
+    check_launch,
+    environment_from_yaml,
+    launcher_yaml,
+    placement_from_environment,
+    placement_from_yaml,
+)
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+FSDP = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
+
+
+def fsdp(**keys: object) -> str:
+    return yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {**FSDP, **keys}})
+
+
+BASE = fsdp()
+# (content of x.yaml, the line without "x.yaml: ")
+WRONG = [
+    ("num_processes: 2", "distributed_type: missing: must be one of FSDP, MULTI_GPU, NO"),
+    (BASE + "mixed_precison: bf16", "mixed_precison: unknown key; did you mean mixed_precision?"),
+    (BASE + "mixed_precision: no", "mixed_precision: false: an unquoted no is a boolean in YAML; write mixed_precision: 'no'"),
+    (BASE + "mixed_precision: on", "mixed_precision: true: must be one of no, bf16, fp16"),
+    (BASE + "mixed_precision: fp8", "mixed_precision: fp8: must be one of no, bf16, fp16"),
+    ("distributed_type: no", "distributed_type: false: an unquoted no is a boolean in YAML; write distributed_type: 'NO'"),
+    ("distributed_type: MULTI_CPU", "distributed_type: MULTI_CPU: must be one of FSDP, MULTI_GPU, NO"),
+    (BASE + "dynamo_backend: no", "dynamo_backend: false: an unquoted no is a boolean in YAML; write dynamo_backend: 'NO'"),
+    (
+        BASE + "dynamo_config: {dynamo_backend: no}",
+        "dynamo_config.dynamo_backend: false: an unquoted no is a boolean in YAML; write dynamo_backend: 'NO'",
+    ),
+    (BASE + "dynamo_config: {dynamo_mod: default}", "dynamo_config.dynamo_mod: unknown key; did you mean dynamo_mode?"),
+    (
+        BASE + "dynamo_config: {dynamo_use_regional_compilation: true}",
+        "dynamo_config.dynamo_backend: missing: without it nothing is compiled; write INDUCTOR",
+    ),
+    (
+        BASE + "dynamo_backend: INDUCTOR\ndynamo_config: {dynamo_backend: INDUCTOR}",
+        "dynamo_backend: INDUCTOR: replaces dynamo_config, which is then lost; write it inside",
+    ),
+    (fsdp(fsdp_reshard_after_foward=True), "fsdp_config.fsdp_reshard_after_foward: unknown key; did you mean fsdp_reshard_after_forward?"),
+    (fsdp(reshard_after=True), "fsdp_config.reshard_after: unknown key; did you mean fsdp_reshard_after_forward?"),
+    (fsdp(fsdp_version=1), "fsdp_config.fsdp_version: 1: FSDP1 is not supported yet; write fsdp_version: 2"),
+    (fsdp(version=2), "fsdp_config.version: 2: written twice, as version and as fsdp_version"),
+    (
+        "distributed_type: FSDP\nfsdp_config: {fsdp_cpu_ram_efficient_loading: false}",
+        "fsdp_config.fsdp_version: missing: the launcher's default is 1; write 2",
+    ),
+    (
+        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}",
+        "fsdp_config.fsdp_cpu_ram_efficient_loading: missing: the launcher's default is true; write false",
+    ),
+    (
+        fsdp(fsdp_cpu_ram_efficient_loading=True),
+        "fsdp_config.fsdp_cpu_ram_efficient_loading: true: must be false: the model is built on meta and no rank loads weights",
+    ),
+    (fsdp(reshard_after_forward="FULL_SHARD"), "fsdp_config.reshard_after_forward: FULL_SHARD: must be true, false without quotes"),
+    (fsdp(fsdp_offload_params="false"), "fsdp_config.fsdp_offload_params: false: must be true, false without quotes"),
+    (
+        fsdp(fsdp_sharding_strategy="FULL_SHARD"),
+        "fsdp_config.fsdp_sharding_strategy: FULL_SHARD: FSDP1 only, no effect with fsdp_version 2; "
+        "remove it (fsdp_reshard_after_forward is its successor)",
+    ),
+    (fsdp(fsdp_forward_prefetch=True), "fsdp_config.fsdp_forward_prefetch: true: FSDP1 only, no effect with fsdp_version 2; remove it"),
+    (
+        fsdp(fsdp_state_dict_type="LOCAL_STATE_DICT"),
+        "fsdp_config.fsdp_state_dict_type: LOCAL_STATE_DICT: must be SHARDED_STATE_DICT, FULL_STATE_DICT",
+    ),
+    (
+        fsdp(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_transformer_layer_cls_to_wrap="A, B"),
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap: A, B: must be class names with commas and no spaces between them",
+    ),
+    (
+        fsdp(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_transformer_layer_cls_to_wrap=["A"]),
+        'fsdp_config.fsdp_transformer_layer_cls_to_wrap: ["A"]: must be text',
+    ),
+    (
+        fsdp(fsdp_min_num_params=1000),
+        "fsdp_config.fsdp_min_num_params: 1000: not used by fsdp_auto_wrap_policy NO_WRAP, only by SIZE_BASED_WRAP",
+    ),
+    (
+        fsdp(fsdp_activation_checkpointing_offload=True),
+        "fsdp_config.fsdp_activation_checkpointing_offload: true: needs fsdp_activation_checkpointing: true",
+    ),
+    (
+        BASE + "parallelism_config: {dp_shard_size: 2}",
+        "parallelism_config.dp_shard_size: unknown key; did you mean parallelism_config_dp_shard_size?",
+    ),
+    (
+        BASE + "parallelism_config: {parallelism_config_tp_size: 2}",
+        "parallelism_config.parallelism_config_tp_size: 2: tensor, context and sequence parallelism are not supported; remove it",
+    ),
+    (
+        BASE + "parallelism_config: {parallelism_config_dp_shard_size: 4}",
+        "parallelism_config.parallelism_config_dp_shard_size: 4: dp_replicate_size x dp_shard_size, 1 x 4 = 4, must equal num_processes, 2",
+    ),
+    (
+        BASE + "parallelism_config: {parallelism_config_dp_replicate_size: 2}",
+        "parallelism_config.parallelism_config_dp_shard_size: 1: nothing would be sharded; raise it, or use distributed_type MULTI_GPU",
+    ),
+    (BASE + "use_cpu: true", "use_cpu: true: the launcher ignores it with FSDP; remove it (without a GPU the CPU is used)"),
+    (BASE + "use_cpu: 'false'", "use_cpu: false: must be true, false without quotes"),
+    (
+        BASE + "enable_cpu_affinity: true",
+        "enable_cpu_affinity: true: the launcher ignores it in a file; pass --enable_cpu_affinity to accelerate launch",
+    ),
+    (BASE + "rdzv_backend: c10d", "rdzv_backend: c10d: the launcher ignores it in a file; pass --rdzv_backend to accelerate launch"),
+    (BASE + "gradient_accumulation_steps: 2", "gradient_accumulation_steps: derived from the recipe's train.global_batch_size; remove it"),
+    (BASE + "fp16: true", "fp16: an old spelling; write mixed_precision: fp16"),
+    (BASE + "tpu_use_cluster: true", "tpu_use_cluster: true: not supported; remove it"),
+    (BASE + "deepspeed_config: {zero_stage: 3}", 'deepspeed_config: {"zero_stage": 3}: not supported; remove it'),
+    (BASE + "gpu_ids: 0", "gpu_ids: 0: must be text; put quotes around it"),
+    ("distributed_type: MULTI_GPU\nnum_processes: '2'", "num_processes: 2: must be an integer >= 1"),
+    ("distributed_type: MULTI_GPU\nnum_processes: 0", "num_processes: 0: must be an integer >= 1"),
+    ("distributed_type: MULTI_GPU", "num_processes: missing: write it, or pass --num_processes"),
+    ("distributed_type: MULTI_GPU\nmain_process_port: 70000", "main_process_port: 70000: must be an integer from 0 to 65535"),
+    ("distributed_type: 'NO'\nnum_processes: 2", "num_processes: 2: distributed_type NO starts one process; write FSDP or MULTI_GPU"),
+    (
+        "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 2}",
+        "distributed_type: MULTI_GPU: fsdp_config has an effect with FSDP only; remove it or write FSDP",
+    ),
+    ("distributed_type: FSDP\nfsdp_config: 2", "fsdp_config: 2: must be a section with `key: value` lines"),
+    ("distributed_type: FSDP\ndistributed_type: 'NO'", "line 2: distributed_type: written twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "line"), WRONG)
+def test_a_mistake_is_one_line(content: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(content)
+    with pytest.raises(UserError) as caught:
+        placement_from_yaml("x.yaml")
+    assert str(caught.value) == f"x.yaml: {line}"
+
+
+def test_missing_file_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"fsdp2\.yaml: no such file; did you mean .*fsdp\.yaml\?"):
+        check_accelerate_yaml(ROOT / "accelerate_configs" / "fsdp2.yaml")
+
+
+VARIANTS = [
+    *(path.read_text() for path in SHIPPED),
+    BASE,
+    BASE + "parallelism_config: {parallelism_config_dp_shard_size: 2, parallelism_config_tp_size: 1}",
+    BASE.replace("num_processes: 2", "num_processes: 4")
+    + "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}",
+    BASE + "dynamo_config: {backend: inductor, use_regional_compilation: true}\nmixed_precision: fp16",
+    BASE + "dynamo_backend: EAGER",
+    BASE + "mixed_precision: null\nmain_process_ip: null\ntpu_env: []\ntpu_use_cluster: false\ndowncast_bf16: 'no'\nrdzv_backend: static",
+    fsdp(activation_checkpointing=True, activation_checkpointing_offload=True, offload_params=True, reshard_after_forward=False),
+    fsdp(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1000, state_dict_type="FULL_STATE_DICT"),
+    fsdp(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap="LlamaDecoderLayer,Embedding"),
+    "distributed_type: MULTI_GPU\nnum_processes: 3",
+    "distributed_type: 'NO'",
+]
+
+
+@pytest.mark.parametrize("content", VARIANTS)
+def test_a_yaml_means_what_the_launcher_makes_of_it(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promise of "known before launch": a failure says that accelerate reads this YAML otherwise than we do."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    path = tmp_path / "x.yaml"
+    path.write_text(content)
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
+    if arguments.use_fsdp or arguments.multi_gpu:
+        told = {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": str(arguments.num_processes)}
+    else:
+        _, told = prepare_simple_launcher_cmd_env(arguments)
+    ours = environment_from_yaml(path)
+    assert ours == {key: told.get(key) for key in ours}
+    ignored = r"FSDP_(SHARDING_STRATEGY|FORWARD_PREFETCH|USE_ORIG_PARAMS|SYNC_MODULE_STATES)|PARALLELISM_CONFIG_(TP|CP|SP)_.*"
+    placing = {key for key in told if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_USE_FSDP"))}
+    assert {key for key in placing - set(ours) if not re.fullmatch(ignored, key)} == set()
+    assert placement_from_yaml(path) == placement_from_environment(told)
+
+
+@pytest.mark.parametrize("content", [content for content in VARIANTS if "FSDP" in content])
+def test_placement_is_what_the_plugin_reads(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    path = tmp_path / "x.yaml"
+    path.write_text(content)
+    for key, value in environment_from_yaml(path).items():
+        monkeypatch.setenv(key, value)
+    plugin, placement = FullyShardedDataParallelPlugin(), placement_from_yaml(path)
+    assert plugin.fsdp_version == placement.fsdp_version
+    assert plugin.reshard_after_forward == placement.reshard_after_forward
+    assert plugin.state_dict_type.name == placement.state_dict_type
+    assert (plugin.activation_checkpointing, plugin.activation_checkpointing_offload) == (
+        placement.activation_checkpointing,
+        placement.activation_checkpointing_offload,
+    )
+    assert tuple(plugin.transformer_cls_names_to_wrap or ()) == placement.transformer_cls_names_to_wrap
+    assert plugin.cpu_ram_efficient_loading is False
+    assert (plugin.auto_wrap_policy is None) == (placement.auto_wrap_policy == "NO_WRAP")
+
+
+def test_shipped_files() -> None:
+    assert placement_from_yaml(ROOT / "accelerate_configs" / "fsdp.yaml") == Placement(
+        distributed_type="FSDP",
+        num_processes=2,
+        dp_shard_size=2,
+        mixed_precision="bf16",
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        transformer_cls_names_to_wrap=("LlamaDecoderLayer",),
+    )
+    controls = {path.stem: placement_from_yaml(path, num_processes=4) for path in SHIPPED}
+    assert controls["fsdp_fp32"] == dataclasses.replace(controls["fsdp"], mixed_precision="no")
+    assert controls["ddp"] == Placement(distributed_type="MULTI_GPU", num_processes=4, dp_replicate_size=4, mixed_precision="bf16")
+    for path in SHIPPED:
+        # O17: an unquoted no would be a boolean.
+        assert isinstance(yaml.safe_load(path.read_text())["mixed_precision"], str)
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 20
+        assert [line for line in lines if "#" not in line] == []
+
+
+def test_our_keys_are_those_of_the_installed_accelerate() -> None:
+    """A failure says that an upgrade added, dropped or renamed keys: decide what each new one means here."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, TORCH_DYNAMO_MODES
+    from accelerate.utils.dataclasses import DynamoBackend
+
+    top = {*sharding.TOP_RULES, *sharding.SECTION_RULES, *sharding.UNSUPPORTED, *sharding.COMMAND_LINE_ONLY}
+    assert {field.name for field in dataclasses.fields(ClusterConfig)} == top - {"dynamo_backend"}
+    parser = launch_command_parser()
+    options = {action.dest for action in parser._actions}
+    for prefix, rules in {
+        "fsdp_": sharding.FSDP_RULES,
+        "dynamo_": sharding.DYNAMO_RULES,
+        "parallelism_config_": sharding.PARALLELISM_RULES,
+    }.items():
+        known = set(rules) | {key for key in sharding.REFUSED if key.startswith(prefix)} - {"fsdp_ignored_modules"}
+        assert {option for option in options if option.startswith(prefix)} == known
+    # The launcher takes a top-level key from the file only where its own default is None.
+    assert {key: parser.get_default(key) for key in sharding.COMMAND_LINE_ONLY} == sharding.COMMAND_LINE_ONLY
+    for key in set(sharding.TOP_RULES) - {"debug"}:
+        assert parser.get_default(key) is None
+    assert set(DynamoBackend.list()) == {name for name in sharding.DYNAMO_BACKENDS if name.isupper()}
+    assert set(sharding.FSDP_RULES["fsdp_auto_wrap_policy"]) == set(FSDP_AUTO_WRAP_POLICY)
+    assert set(sharding.FSDP_RULES["fsdp_state_dict_type"]) == set(FSDP2_STATE_DICT_TYPE)
+    assert set(sharding.DYNAMO_RULES["dynamo_mode"]) == set(TORCH_DYNAMO_MODES)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
+            "environment: ACCELERATE_GRADIENT_ACCUMULATION_STEPS: 2: derived from the recipe's train.global_batch_size; unset it",
+        ),
+        ({"FSDP_VERSION": "1"}, "accelerate launch: fsdp_version: 1: FSDP1 is not supported yet; pass 2"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "accelerate launch: mixed_precision: fp8: must be one of no, bf16, fp16"),
+        (
+            {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            "accelerate launch: fsdp_cpu_ram_efficient_loading: true: must be false: the model is built on meta and no rank loads weights",
+        ),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "WORLD_SIZE": "4"},
+            "accelerate launch: parallelism_config.parallelism_config_dp_shard_size: 2: "
+            "dp_replicate_size x dp_shard_size, 1 x 2 = 2, must equal num_processes, 4",
+        ),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+            "accelerate launch: parallelism_config_cp_size: 2: must be 1: not supported",
+        ),
+    ],
+)
+def test_flags_of_the_launcher_are_checked_too(change: dict[str, str], line: str) -> None:
+    env = environment_from_yaml(ROOT / "accelerate_configs" / "fsdp.yaml")
+    assert placement_from_environment(env).distributed_type == "FSDP"
+    with pytest.raises(UserError) as caught:
+        placement_from_environment({**env, **change})
+    assert str(caught.value) == line
+
+
+def test_without_a_launcher_there_is_one_process() -> None:
+    assert launcher_yaml() is None
+    assert check_launch({}) == Placement()
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python /env/bin/accelerate launch --config_file a/x.yaml train.py --config y.yaml", "/work/a/x.yaml"),
+        ("python /env/bin/accelerate launch --num_processes 2 --config_file=/a/x.yaml train.py", "/a/x.yaml"),
+        ("python -m accelerate.commands.launch --config-file x.yaml train.py", "/work/x.yaml"),
+        ("python /env/bin/accelerate-launch --config_file x.yaml -m train", "/work/x.yaml"),
+        ("python /env/bin/accelerate launch train.py --config_file x.yaml", None),
+        ("python train.py --config_file x.yaml", None),
+        ("/bin/bash launch --config_file x.yaml", None),
+    ],
+)
+def test_the_launchers_command_line_names_the_yaml(command: str, expected: str | None) -> None:
+    path = sharding._yaml_of_command(command.split(), Path("/work"), {"HF_HOME": "/nowhere"})
+    assert path == (Path(expected) if expected else None)
+
+
+def test_the_default_yaml_of_accelerate_is_found(tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    default = tmp_path / "accelerate" / "default_config.yaml"
+    default.write_text(BASE)
+    assert sharding._yaml_of_command(["python", "/bin/accelerate", "launch", "train.py"], Path("/"), {"HF_HOME": str(tmp_path)}) == default
+
+
+RANK = """
+import os, sys
+from fullshard.errors import one_line_errors
+from fullshard.sharding import check_launch, launcher_yaml
+@one_line_errors
+def main():
+    print(f"{launcher_yaml()} {check_launch(os.environ)}\\n", end="", flush=True)
+main()
+"""
+
+
+def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_yaml_in_the_real_launcher(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    result = launch("--config_file", os.path.relpath(path, tmp_path), "rank.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    expected = f"{tmp_path / os.path.relpath(path, tmp_path)} {placement_from_yaml(path)}"
+    assert result.stdout.splitlines() == [expected] * 2
+
+
+def test_a_mistake_under_the_real_launcher_is_said_once_and_named_as_the_cause(tmp_path: Path) -> None:
+    """The launcher itself ignores unknown keys in fsdp_config; the ranks do not."""
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "x.yaml").write_text(fsdp(fsdp_reshard_after_foward=False) + "main_process_port: 0\n")
+    result = launch("--config_file", "x.yaml", "rank.py", cwd=tmp_path)
+    assert result.returncode != 0
+    line = "x.yaml: fsdp_config.fsdp_reshard_after_foward: unknown key; did you mean fsdp_reshard_after_forward?"
+    assert len([text for text in result.stderr.splitlines() if text.startswith("error: ") and text.endswith(line)]) == 1
+    assert re.search(rf"traceback : .*{re.escape(line)}", result.stderr)
+
+
+def test_cpu_flag_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    result = launch("--cpu", "--config_file", str(ROOT / "accelerate_configs" / "fsdp.yaml"), "rank.py", cwd=tmp_path)
+    assert result.returncode != 0
+    assert "error: command line: --cpu: starts one process without FSDP; leave it out: without a GPU the CPU is used\n" in result.stderr
