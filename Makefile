@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 .PHONY: train test lint install
 
 train: $(STAMP)
-	@$(BIN)/fullshard check --accelerate_config $(ACCELERATE_CONFIG) --quiet
+	@$(BIN)/fullshard check --accelerate_config $(ACCELERATE_CONFIG) $(GPUS) --quiet $(ARGS)
 	$(BIN)/accelerate launch --config_file $(ACCELERATE_CONFIG) $(GPUS) recipes/pretrain.py $(ARGS)
 
 # One process per GPU; without one, what the YAML says.

@@ -1,8 +1,11 @@
-"""Pretrain a Llama: accelerate launch --config_file accelerate_configs/fsdp.yaml recipes/pretrain.py [--config recipes/X.yaml] [--section.key value]."""
+"""Pretrain a Llama from scratch.
+
+accelerate launch --config_file accelerate_configs/fsdp.yaml recipes/pretrain.py [--config recipes/X.yaml] [--section.key value ...]
+"""
 
 from __future__ import annotations
 
-from fullshard.config import check_batch, check_output_dir
+from fullshard.config import check_output_dir, resolve_batch
 from fullshard.errors import one_line_errors
 from fullshard.parsing import parse_recipe
 from fullshard.sharding import check_launch
@@ -12,16 +15,17 @@ from fullshard.sharding import check_launch
 def main() -> None:
     recipe = parse_recipe()
     placement = check_launch()
-    check_batch(recipe, world_size=placement.num_processes)
+    recipe = resolve_batch(recipe, world_size=placement.num_processes)
     check_output_dir(recipe)
 
     # Imported here: torch and transformers take seconds, and a mistake in a YAML is told before.
     from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.data import evaluation_rows, load_tokenizer, train_rows
+    from fullshard.data import evaluation_rows, train_rows
     from fullshard.metrics import check_trackers
     from fullshard.model import build_on_meta, llama_config
     from fullshard.optim import build_optimizer, build_schedule
     from fullshard.run import finish, start
+    from fullshard.tokenizer import load_tokenizer
     from fullshard.train import train
 
     trackers = check_trackers(recipe.logging.trackers)

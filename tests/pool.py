@@ -76,7 +76,7 @@ class GlooPool:
         timeout: float = 120.0,
         **arguments: Any,
     ) -> list[Any]:
-        """config: a file in accelerate_configs/ or a path. A rank that raises fails the test with its traceback; a hang, after `timeout` s."""
+        """config: a file in accelerate_configs/ or a path. A rank that raises fails the test with its traceback; so does a hang."""
         from fullshard.sharding import environment_from_yaml
 
         path = Path(config) if Path(config).is_absolute() else ROOT / "accelerate_configs" / config

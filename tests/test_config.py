@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fullshard.config import ROPE_FIELDS, ModelConfig, Recipe, check_batch, recipe_to_dict, recipe_to_yaml
+from fullshard.config import (
+    ROPE_FIELDS,
+    DataConfig,
+    ModelConfig,
+    Recipe,
+    TrainConfig,
+    gradient_accumulation_steps,
+    recipe_to_dict,
+    recipe_to_yaml,
+    resolve_batch,
+)
 from fullshard.errors import UserError
 from fullshard.parsing import DEFAULT_RECIPE, KEYS, parse_recipe
 
@@ -63,14 +73,9 @@ WRONG_FILES = [
     ),
     ("data: {sequence_length: 4096}", "data.sequence_length: 4096: must be at most model.max_position_embeddings, 2048"),
     (
-        "train: {global_batch_size: 26}",
-        "train.global_batch_size: 26: must be a multiple of train.micro_batch_size, 4; nearest that fit: 24 or 36",
+        "train: {global_batch_size: 26, micro_batch_size: 4}",
+        "train.global_batch_size: 26: must be a multiple of train.micro_batch_size, 4; nearest that fit: 24 or 28",
     ),
-    (
-        "train: {global_batch_size: 16}",
-        "train.global_batch_size: 16: must be a multiple of data.num_streams, 12; nearest that fit: 12 or 24",
-    ),
-    ("train: {max_steps: 10}", "optim.warmup_steps: 20: must be at most train.max_steps, 10"),
     ("optim: {decay_steps: 5}", "optim.decay_steps: 5: not used by optim.schedule cosine; remove it or choose wsd"),
     ("optim: {schedule: wsd}", "optim.decay_steps: null: wsd needs 1 to 380: train.max_steps - optim.warmup_steps"),
     ("optim: {schedule: wsd, decay_steps: 390}", "optim.decay_steps: 390: wsd needs 1 to 380: train.max_steps - optim.warmup_steps"),
@@ -89,7 +94,6 @@ WRONG_COMMANDS = [
     (["--train.max_steps"], "command line: --train.max_steps: no value: must be an integer > 0"),
     (["--train.max_steps", "--seed=1"], "command line: --train.max_steps: no value: must be an integer > 0"),
     (["train.max_steps=3"], "command line: train.max_steps=3: not an option; write --section.key value"),
-    (["--train.max_steps", "10"], "recipes/pretrain_llama3_debug.yaml: optim.warmup_steps: 20: must be at most train.max_steps, 10"),
     (["--data.sequence_length", "4096"], "command line: --data.sequence_length: 4096: must be at most model.max_position_embeddings, 2048"),
     (
         ["--config", "recipes/pretrain_lama3_debug.yaml"],
@@ -169,32 +173,52 @@ def test_help_shows_every_key_with_its_unit(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     for key in KEYS:
         assert f"--{key} " in text
-    assert "Rows per device per forward." in text
+    assert "Rows per device per forward;" in text
     assert "SUPPRESS" not in text
 
 
 @pytest.mark.parametrize(
-    ("world_size", "steps", "line"),
+    ("world_size", "micro_batch_size", "resolved", "steps", "line"),
     [
-        (1, 6, None),
-        (2, 3, None),
-        (6, 1, None),
+        (1, 4, 4, 6, None),
+        (2, 4, 4, 3, None),
+        (6, 4, 4, 1, None),
+        (1, None, 24, 1, None),
+        (8, None, 3, 1, None),
         (
             4,
-            None,
-            "recipe: train.global_batch_size: 24: must be a multiple of micro_batch_size x processes, 4 x 4 = 16; nearest that fit: 48",
+            4,
+            0,
+            0,
+            "train.global_batch_size: 24: must be a multiple of micro_batch_size x processes, 4 x 4 = 16; nearest that fit: 16 or 32",
         ),
-        (5, None, "recipe: data.num_streams: 12: must be a multiple of the number of processes, 5; it fits 1, 2, 3, 4, 6, 12 processes"),
-        (48, None, "recipe: train.global_batch_size: 24: fewer rows than processes, 48; start at most 24"),
+        (
+            16,
+            None,
+            0,
+            0,
+            "train.global_batch_size: 24: must be a multiple of micro_batch_size x processes, 1 x 16 = 16; nearest that fit: 16 or 32",
+        ),
+        (
+            5,
+            None,
+            0,
+            0,
+            "data.num_streams: 48: must be a multiple of the number of processes, 5; it fits 1, 2, 3, 4, 6, 8, 12, 16, 24, 48 processes",
+        ),
+        (48, None, 0, 0, "train.global_batch_size: 24: fewer rows than processes, 48; start at most 24"),
     ],
 )
-def test_batch_arithmetic(world_size: int, steps: int | None, line: str | None) -> None:
+def test_batch_arithmetic(world_size: int, micro_batch_size: int | None, resolved: int, steps: int, line: str | None) -> None:
+    recipe = Recipe(data=DataConfig(num_streams=48), train=TrainConfig(global_batch_size=24, micro_batch_size=micro_batch_size))
     if line is None:
-        assert check_batch(Recipe(), world_size=world_size) == steps
+        train = resolve_batch(recipe, world_size=world_size).train
+        assert train.micro_batch_size == resolved
+        assert gradient_accumulation_steps(train, world_size=world_size) == steps
         return
     with pytest.raises(UserError) as caught:
-        check_batch(Recipe(), world_size=world_size)
-    assert str(caught.value) == line
+        resolve_batch(recipe, world_size=world_size)
+    assert str(caught.value) == f"recipe: {line}"
 
 
 def test_model_section_is_llama_config() -> None:
@@ -266,16 +290,27 @@ def test_check_needs_no_torch_and_is_quick(tmp_path: Path) -> None:
     code = "import sys, runpy; sys.argv = ['fullshard', *sys.argv[1:]]; runpy.run_module('fullshard', run_name='__main__')\n"
     code += "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)"
     begin = time.monotonic()
-    command = [sys.executable, "-c", code, "check", "--num_processes", "3"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "check",
+        "--num_processes",
+        "4",
+        "--train.micro_batch_size",
+        "2",
+        "--train.global_batch_size",
+        "16",
+    ]
     result = subprocess.run(command, text=True, capture_output=True, cwd=tmp_path, check=False)
     assert result.returncode == 0, result.stderr
     assert time.monotonic() - begin < 3
-    assert "micro_batch_size 4 x 3 processes x gradient_accumulation_steps 2" in result.stdout
+    assert "micro_batch_size 2 x 4 processes x gradient_accumulation_steps 2" in result.stdout
 
 
 def test_check_ends_a_mistake_in_one_line() -> None:
-    command = [sys.executable, "-m", "fullshard", "check", "--num_processes", "5"]
+    command = [sys.executable, "-m", "fullshard", "check", "--num_processes", "7"]
     result = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, check=False)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: recipes/pretrain_llama3_debug.yaml: data.num_streams: 12: must be a multiple")
+    assert result.stderr.startswith("error: recipes/pretrain_llama3_debug.yaml: data.num_streams: 240: must be a multiple")
     assert result.stderr.count("\n") == 1

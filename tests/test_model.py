@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.config import ModelConfig, RopeParameters, ShardingConfig
-from fullshard.data import load_tokenizer
 from fullshard.errors import UserError
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash
+from fullshard.tokenizer import load_tokenizer
 
 TINY = ModelConfig(
     vocab_size=131,  # divides by no world size here, so the last rank's shard is the smaller one
@@ -177,7 +177,7 @@ def test_sharded_forward_is_the_forward_of_the_whole_model(pool: Any, reference:
 
 
 def test_wrong_activation_is_named() -> None:
-    with pytest.raises(UserError, match="model.hidden_act: sillu: unknown activation; choose one of .*silu"):
+    with pytest.raises(UserError, match=r"model.hidden_act: sillu: unknown activation; choose one of .*silu"):
         llama_config(ModelConfig(hidden_act="sillu"))
 
 

@@ -312,8 +312,8 @@ def test_wrong_wrap_class_names_the_classes_there_are(pool: Any) -> None:
 
 
 def completions(model: Any) -> list[str]:
-    from fullshard.data import load_tokenizer
     from fullshard.evaluate import complete
+    from fullshard.tokenizer import load_tokenizer
 
     accelerator, prepared_model = prepared(model)
     return complete(accelerator, prepared_model, tokenizer=load_tokenizer("bundled"), prompts=["import os", "x"], tokens=5, seed=0)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from fullshard.config import check_batch
+from fullshard.config import gradient_accumulation_steps, resolve_batch
 from fullshard.errors import COMMAND_LINE, UserError, one_line_errors
 from fullshard.parsing import DEFAULT_RECIPE, parse_recipe
 from fullshard.sharding import placement_from_yaml
@@ -44,8 +44,8 @@ def _check(argv: list[str]) -> None:
         raise UserError(f"{COMMAND_LINE}: --num_processes: {arguments.num_processes}: must be an integer > 0")
 
     placement = placement_from_yaml(arguments.accelerate_config, num_processes=arguments.num_processes)
-    recipe = parse_recipe(rest)
-    accumulation = check_batch(recipe, world_size=placement.num_processes)
+    recipe = resolve_batch(parse_recipe(rest), world_size=placement.num_processes)
+    accumulation = gradient_accumulation_steps(recipe.train, world_size=placement.num_processes)
     if arguments.quiet:
         return
     train, tokens = recipe.train, recipe.train.global_batch_size * recipe.data.sequence_length

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -49,7 +48,6 @@ def build_accelerator(*, placement: Placement, sharding: ShardingConfig, tracker
         fsdp_plugin=fsdp_plugin,
         log_with=trackers or None,
         project_dir=output_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))],
     )
     _check(accelerator, placement)
     return accelerator

@@ -6,10 +6,9 @@ Layer 0: imports neither torch nor transformers, so that a mistake in a YAML is 
 from __future__ import annotations
 
 import functools
-import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -90,7 +89,7 @@ class DataConfig:
     """Text -> tokens -> packed rows of sequence_length + 1."""
 
     path: str = "stdlib"
-    """`stdlib` (the running interpreter's standard library), or what datasets.load_dataset takes: a Hub name, `text`, `json`, `parquet`."""
+    """`stdlib` (the running interpreter's standard library), a Hub name, or a builder of `datasets` (`text`, `json`, `parquet`, ...)."""
     name: str | None = None
     """Configuration of a Hub dataset."""
     revision: str | None = None
@@ -109,8 +108,9 @@ class DataConfig:
     """`bundled` (byte-level BPE, 4,096 tokens), a folder, a tokenizer.json, or a Hub name."""
     sequence_length: PositiveInt = 256
     """Tokens per row that the model sees; at most model.max_position_embeddings."""
-    num_streams: PositiveInt = 12
-    """Logical streams. The data order depends on this and on nothing of the machine; world size must divide it."""
+    num_streams: PositiveInt = 240
+    """Logical streams, each with files of its own: so many files are mixed. The data order is theirs, not the machine's. A multiple of the
+    number of processes."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class TrainConfig:
 
     max_steps: PositiveInt = 400
     """Optimizer steps."""
-    global_batch_size: PositiveInt = 24
-    """Rows per optimizer step over all devices; a multiple of micro_batch_size x world size and of data.num_streams."""
-    micro_batch_size: PositiveInt = 4
-    """Rows per device per forward. Forwards per step are derived."""
+    global_batch_size: PositiveInt = 16
+    """Rows per optimizer step over all devices; a multiple of micro_batch_size x world size."""
+    micro_batch_size: PositiveInt | None = None
+    """Rows per device per forward; null: all of a device's rows at once. Forwards per step (gradient accumulation) are derived."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Global L2 norm to which gradients are clipped; null does not clip."""
 
@@ -165,7 +165,7 @@ class EvaluationConfig:
 
     every: NonNegativeInt = 0
     """Optimizer steps between evaluations; 0: at the end only."""
-    max_rows: NonNegativeInt = 96
+    max_rows: NonNegativeInt = 384
     """Held-out rows; 0 switches evaluation off."""
 
 
@@ -260,10 +260,9 @@ def check_recipe(recipe: Recipe) -> None:
         raise mistake(recipe, "model.rope_parameters.low_freq_factor", f"must be less than high_freq_factor, {rope.high_freq_factor}")
     if data.sequence_length > model.max_position_embeddings:
         raise mistake(recipe, "data.sequence_length", f"must be at most model.max_position_embeddings, {model.max_position_embeddings}")
-    for name, size in (("train.micro_batch_size", train.micro_batch_size), ("data.num_streams", data.num_streams)):
-        if train.global_batch_size % size:
-            near = _nearest_multiples(train.global_batch_size, math.lcm(train.micro_batch_size, data.num_streams))
-            raise mistake(recipe, "train.global_batch_size", f"must be a multiple of {name}, {size}; nearest that fit: {near}")
+    if train.global_batch_size % (micro := train.micro_batch_size or 1):
+        near = _nearest_multiples(train.global_batch_size, micro)
+        raise mistake(recipe, "train.global_batch_size", f"must be a multiple of train.micro_batch_size, {micro}; nearest that fit: {near}")
     if optim.schedule != "wsd" and optim.decay_steps is not None:
         raise mistake(recipe, "optim.decay_steps", f"not used by optim.schedule {optim.schedule}; remove it or choose wsd")
     if optim.schedule == "wsd":
@@ -272,22 +271,28 @@ def check_recipe(recipe: Recipe) -> None:
             raise mistake(recipe, "optim.decay_steps", f"wsd needs 1 to {room}: train.max_steps - optim.warmup_steps")
 
 
-def check_batch(recipe: Recipe, *, world_size: int) -> int:
-    """Forwards per optimizer step: gradient_accumulation_steps = global_batch_size / (micro_batch_size x world_size).
+def resolve_batch(recipe: Recipe, *, world_size: int) -> Recipe:
+    """The recipe with micro_batch_size filled in for this number of processes.
 
     Raises UserError where the batch or the streams cannot be dealt out evenly to `world_size` processes.
     """
-    rows, micro, streams = recipe.train.global_batch_size, recipe.train.micro_batch_size, recipe.data.num_streams
+    rows, micro, streams = recipe.train.global_batch_size, recipe.train.micro_batch_size or 1, recipe.data.num_streams
     if world_size > rows:
         raise mistake(recipe, "train.global_batch_size", f"fewer rows than processes, {world_size}; start at most {rows}")
     if streams % world_size:
         fits = ", ".join(str(n) for n in range(1, streams + 1) if streams % n == 0)
         raise mistake(recipe, "data.num_streams", f"must be a multiple of the number of processes, {world_size}; it fits {fits} processes")
     if rows % (micro * world_size):
-        near = _nearest_multiples(rows, math.lcm(micro * world_size, streams))
+        near = _nearest_multiples(rows, micro * world_size)
         fix = f"must be a multiple of micro_batch_size x processes, {micro} x {world_size} = {micro * world_size}; nearest that fit: {near}"
         raise mistake(recipe, "train.global_batch_size", fix)
-    return rows // (micro * world_size)
+    return replace(recipe, train=replace(recipe.train, micro_batch_size=recipe.train.micro_batch_size or rows // world_size))
+
+
+def gradient_accumulation_steps(train: TrainConfig, *, world_size: int) -> int:
+    """Forwards per optimizer step on each device. For a resolved recipe."""
+    assert train.micro_batch_size is not None
+    return train.global_batch_size // (train.micro_batch_size * world_size)
 
 
 def check_output_dir(recipe: Recipe) -> None:

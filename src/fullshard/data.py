@@ -1,8 +1,9 @@
 """Text -> documents -> tokens -> packed rows, in an order that belongs to the recipe and not to the machine.
 
-The training files are dealt to `num_streams` logical streams. Row j of every global batch comes from stream j % num_streams; a rank owns
-the streams with stream % world_size == rank and opens no file of another. So the global batch at step k is the same at any world size that
-divides num_streams. Everything is read through `datasets` in streaming mode: the standard library, local files and the Hub take one path.
+The training files are dealt to `num_streams` logical streams. Row n of the run, counted over all steps, comes from stream
+n % num_streams; a rank owns the streams with stream % world_size == rank and opens no file of another. So the global batch at step k is the
+same at any world size that divides num_streams. More streams mix more files. Everything is read through `datasets` in streaming mode: the
+standard library, local files and the Hub take one path.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import random
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config import DataConfig
-from fullshard.errors import UserError
+from fullshard.errors import UserError, one_line
+from fullshard.hub import ask_hub
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +30,9 @@ if TYPE_CHECKING:
 
 Encode = Callable[[list[str]], list[list[int]]]
 
-END_OF_TEXT = "<|endoftext|>"
-BUNDLED_TOKENIZER = Path(__file__).parent / "assets" / "tokenizer.json"
 FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")  # Builders of `datasets` that read local files.
 HELD_OUT_EVERY = 20  # One file in so many of the standard library is held out.
 DOCUMENTS_PER_BATCH = 4  # Encoded at once: enough to keep the tokenizer's threads busy, few enough that the first row comes soon.
-HUB_TIMEOUT = 10  # Seconds.
 
 
 def stdlib_files() -> tuple[list[Path], list[Path]]:
@@ -52,42 +50,14 @@ def stdlib_files() -> tuple[list[Path], list[Path]]:
     return training, held_out
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """`bundled`, a folder, a tokenizer.json or a Hub name. UserError when there is none, or when it lacks an end-of-text token."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = BUNDLED_TOKENIZER if name == "bundled" else Path(name).expanduser()
-    with _one_line(f"data.tokenizer: {name}"):
-        if path.is_file():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-            # A bare tokenizer.json does not say which of its special tokens ends a document.
-            names = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-            tokenizer.eos_token = next((token for token in names if token in tokenizer.get_vocab()), None)
-        elif path.is_dir():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        else:
-            reachable = _ask_hub(name, repo_type="model", key="data.tokenizer")
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not reachable)  # Unreachable: it may be in the cache.
-            except (OSError, ValueError) as error:
-                reason = _first_line(error) if reachable else "no such file here and the Hub cannot be reached"
-                fix = "use `bundled`, a folder, a tokenizer.json or a Hub name"
-                raise UserError(f"data.tokenizer: {name}: not found; {reason}; {fix}") from error
-    if not tokenizer.is_fast:
-        raise UserError(f"data.tokenizer: {name}: has no fast version; use one with a tokenizer.json")
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"data.tokenizer: {name}: has no end-of-text token; use a folder whose tokenizer_config.json sets eos_token")
-    return tokenizer
-
-
 def train_rows(
     *, data: DataConfig, tokenizer: PreTrainedTokenizerFast, seed: int, rank: int, world_size: int, global_batch_size: int
 ) -> Iterator[torch.Tensor]:
     """Endless: for each optimizer step this rank's rows, int64 [global_batch_size // world_size, sequence_length + 1].
 
-    Inputs are row[:-1], targets row[1:]; rows do not overlap. A rank gets the rows j with j % world_size == rank, in order of j.
+    Inputs are row[:-1], targets row[1:]; rows do not overlap. Of a global batch a rank gets the rows j with j % world_size == rank.
     Each stream reads all its documents once an epoch, in an order drawn from (seed, stream, epoch), and carries what an epoch leaves over
-    into the next. The first rows are made before this returns, so that a mistake in the recipe is a UserError here, not in the first step.
+    into the next. The first rows are made before this returns: a mistake in the recipe is a UserError here, not in the first step.
     """
     import torch
 
@@ -95,11 +65,11 @@ def train_rows(
         raise UserError(
             f"data.num_streams: {data.num_streams}: not divisible by {world_size} processes; use {_divisors(data.num_streams)} processes"
         )
-    if global_batch_size % data.num_streams:
-        raise UserError(f"train.global_batch_size: {global_batch_size}: not a multiple of data.num_streams, {data.num_streams}")
+    if global_batch_size % world_size:
+        raise UserError(f"train.global_batch_size: {global_batch_size}: not a multiple of the number of processes, {world_size}")
     source = _source(data, held_out=False)
     own = range(rank, data.num_streams, world_size)
-    streams = _open_streams(source, data=data, seed=seed, own=own, world_size=world_size, global_batch_size=global_batch_size)
+    streams = _open_streams(source, data=data, seed=seed, own=own, world_size=world_size)
     encode = _encoder(tokenizer)
     rows = {
         number: _pack(_endless_tokens(stream, data=data, encode=encode, seed=seed, number=number), data.sequence_length + 1)
@@ -107,8 +77,8 @@ def train_rows(
     }
 
     def steps() -> Iterator[torch.Tensor]:
-        while True:
-            step = [next(rows[j % data.num_streams]) for j in range(rank, global_batch_size, world_size)]
+        for first in itertools.count(0, global_batch_size):
+            step = [next(rows[n % data.num_streams]) for n in range(first + rank, first + global_batch_size, world_size)]
             yield torch.tensor(step, dtype=torch.int64)  # [global_batch_size // world_size, sequence_length + 1]
 
     endless = steps()
@@ -118,8 +88,8 @@ def train_rows(
 def evaluation_rows(*, data: DataConfig, tokenizer: PreTrainedTokenizerFast, rank: int, world_size: int, max_rows: int) -> torch.Tensor:
     """This rank's held-out rows, int64 [n, sequence_length + 1]: of the first max_rows those with j % world_size == rank.
 
-    n differs by at most one between ranks and may be 0. The held-out files are one stream, in an order that does not depend on the seed;
-    what remains after the last full row is left out.
+    n differs by at most one between ranks and may be 0. The order does not depend on the seed. What remains of a group of files after its
+    last full row is left out.
     """
     import torch
 
@@ -133,7 +103,12 @@ def evaluation_rows(*, data: DataConfig, tokenizer: PreTrainedTokenizerFast, ran
             raise UserError(f"data.evaluation_files: {min(shared)}: also a training file; keep it out of data.data_files")
     stream = _open_stream(source, source.files)
     order = _shuffled(range(len(stream.shards)), "held-out")
-    rows = list(itertools.islice(_pack(_tokens(_documents(stream, order, data.text_column), _encoder(tokenizer)), length), max_rows))
+    encode = _encoder(tokenizer)
+    # In turn from up to num_streams groups of files, so that the first max_rows are not those of one long file.
+    groups = [order[group :: data.num_streams] for group in range(min(data.num_streams, len(order)))]
+    packed = [_pack(_tokens(_documents(stream, group, data.text_column), encode), length) for group in groups]
+    in_turn = (row for turn in itertools.zip_longest(*packed) for row in turn if row is not None)
+    rows = list(itertools.islice(in_turn, max_rows))
     if not rows:
         raise UserError(f"{source.name}: the held-out text is shorter than one row of {length} tokens; give more of it")
     return torch.tensor(rows[rank::world_size], dtype=torch.int64).reshape(-1, length)
@@ -159,7 +134,7 @@ class Stream:
     dataset: IterableDataset
     shards: list[int]
     files: list[Path] | None
-    """File of each shard, when local."""
+    """File of each shard of the dataset, when local."""
 
 
 def _source(data: DataConfig, *, held_out: bool) -> Source:
@@ -185,7 +160,7 @@ def _source(data: DataConfig, *, held_out: bool) -> Source:
             arguments["sample_by"] = "document"  # A file is a document; by default every line would be one.
         if not any("://" in pattern for pattern in patterns):
             return Source(f"data.{key}: {', '.join(patterns)}", _local_files(key, patterns), arguments)
-    elif not Path(data.path).exists() and not _ask_hub(data.path, repo_type="dataset", key="data.path", revision=data.revision):
+    elif not Path(data.path).exists() and not ask_hub(data.path, repo_type="dataset", key="data.path", revision=data.revision):
         raise UserError(f"data.path: {data.path}: not found; no such folder here and the Hub cannot be reached")
     arguments |= {"name": data.name, "revision": data.revision, "data_files": patterns}
     return Source(f"data.path: {data.path}", None, arguments)
@@ -206,14 +181,14 @@ def _local_files(key: str, patterns: list[str]) -> list[Path]:
     return list(found)
 
 
-def _open_streams(source: Source, *, data: DataConfig, seed: int, own: range, world_size: int, global_batch_size: int) -> dict[int, Stream]:
+def _open_streams(source: Source, *, data: DataConfig, seed: int, own: range, world_size: int) -> dict[int, Stream]:
     """The rank's streams by number. Files are shuffled by seed and dealt: by size where it is known, else in turn."""
     count = data.num_streams
     whole = None if source.files is not None else _open_stream(source, None)
     sizes = [path.stat().st_size for path in source.files] if whole is None else [0] * whole.dataset.num_shards
     if len(sizes) < count:
-        fits = [n for n in _divisors(global_batch_size) if n <= len(sizes) and n % world_size == 0]
-        fix = f"set it to a divisor of {global_batch_size} such as {fits[-1]}" if fits else f"give at least {count} files"
+        fits = len(sizes) // world_size * world_size
+        fix = f"set it to at most {fits}" if fits else f"give at least {world_size} files"
         raise UserError(f"data.num_streams: {count}: only {len(sizes)} files to train on, and each belongs to one stream; {fix}")
     # Large files first, by powers of two, each to the stream that has least: streams then end their epochs nearly together.
     order = sorted(_shuffled(range(len(sizes)), seed), key=lambda index: -sizes[index].bit_length())
@@ -225,8 +200,17 @@ def _open_streams(source: Source, *, data: DataConfig, seed: int, own: range, wo
         filled[lightest] += sizes[index] + 1
     if whole is not None:
         return {number: Stream(source.name, whole.dataset, dealt[number], None) for number in own}
-    # One load_dataset a stream: it looks at every file that it is given, and a rank must not look at another's.
-    return {number: _open_stream(source, [source.files[index] for index in dealt[number]]) for number in own}
+    # One load_dataset for all of this rank's files: it looks at every file that it is given, and must not look at another rank's.
+    assert source.files is not None
+    files = [source.files[index] for number in own for index in dealt[number]]
+    opened = _open_stream(source, files)
+    if opened.files is None:
+        raise RuntimeError(f"{source.name}: {len(files)} files are {len(opened.shards)} shards; each file must be one")
+    starts = itertools.accumulate((len(dealt[number]) for number in own), initial=0)
+    return {
+        number: Stream(source.name, opened.dataset, opened.shards[start : start + len(dealt[number])], files)
+        for number, start in zip(own, starts, strict=False)
+    }
 
 
 def _open_stream(source: Source, files: list[Path] | None) -> Stream:
@@ -234,7 +218,7 @@ def _open_stream(source: Source, files: list[Path] | None) -> Stream:
 
     datasets.disable_progress_bars()
     given = {} if files is None else {"data_files": [glob.escape(str(path)) for path in files]}
-    with _one_line(source.name):
+    with one_line(source.name):
         dataset = datasets.load_dataset(**source.arguments, **given, streaming=True)
         shards = list(range(dataset.num_shards))
     return Stream(source.name, dataset, shards, files if files is not None and len(files) == len(shards) else None)
@@ -244,11 +228,11 @@ def _documents(stream: Stream, order: Iterable[int], column: str) -> Iterator[st
     """The texts of the stream's shards, in the given order of positions in `stream.shards`."""
     for position in order:
         shard = stream.shards[position]
-        place = f"{stream.files[position]}" if stream.files else f"{stream.name}: shard {shard}"
+        place = f"{stream.files[shard]}" if stream.files else f"{stream.name}: shard {shard}"
         rows = iter(stream.dataset.shard(num_shards=stream.dataset.num_shards, index=shard))
         for number in itertools.count():
             # No yield inside: a generator that is still suspended there when the interpreter ends would complain.
-            with _one_line(place):
+            with one_line(place):
                 row = next(rows, None)
             if row is None:
                 break
@@ -315,32 +299,3 @@ def _is_utf8(path: Path) -> bool:
     except (UnicodeDecodeError, OSError):
         return False
     return True
-
-
-def _ask_hub(name: str, *, repo_type: str, key: str, revision: str | None = None) -> bool:
-    """Whether the Hub answers; UserError when it does and has no such repository. Asked once: the libraries retry for up to 47 s."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        HfApi().repo_info(name, repo_type=repo_type, revision=revision, timeout=HUB_TIMEOUT)
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise UserError(f"{key}: {name}: not found; no such path here, and the Hub says: {_first_line(error)}") from error
-    except Exception:  # Connection errors have no common base: OSError, the HTTP client's own, offline mode.
-        return False
-    return True
-
-
-@contextmanager
-def _one_line(place: str) -> Iterator[None]:
-    """Turns whatever the libraries raise over a file, a name or a split into one line. They share no base class of errors."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{place}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,3 +63,18 @@ def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:
             stop(error)
 
     return wrapper
+
+
+@contextlib.contextmanager
+def one_line(place: str) -> Iterator[None]:
+    """Turns whatever the libraries raise over a file, a name or a split into one line. They share no base class of errors."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{place}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -38,7 +38,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, *, rows: torch.Tensor, 
 def complete(
     accelerator: Accelerator, model: nn.Module, *, tokenizer: PreTrainedTokenizerBase, prompts: list[str], tokens: int, seed: int
 ) -> list[str]:
-    """What the model writes after each prompt: `tokens` tokens, sampled at temperature 0.8. Collective, with the same arguments on every rank.
+    """What the model writes after each prompt: `tokens` tokens, sampled at temperature 0.8. Collective, same arguments on every rank.
 
     The number of forwards is fixed, so ranks that sample different tokens still meet in every all-gather (PUBLIC_REPORTS O18).
     """

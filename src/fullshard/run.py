@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fullshard import __version__
 from fullshard.accelerator import check_precision, precision_policies
-from fullshard.config import Recipe, recipe_to_dict
+from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
 from fullshard.evaluate import complete
 from fullshard.memory import GIB, predict_memory
 from fullshard.metrics import RunLog, open_log
@@ -91,7 +91,7 @@ def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator,
             "parameters": sum(p.numel() for _, p in canonical_parameters(model)),
             "sharded": f"every rank holds 1/{shards} of each of {parameters} parameters",
             "fsdp_units": sum(1 for _ in precision_policies(model)),
-            "gradient_accumulation_steps": recipe.train.global_batch_size // (recipe.train.micro_batch_size * placement.num_processes),
+            "gradient_accumulation_steps": gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
             "initial_weights_hash": weights_hash(model) if recipe.logging.weights_hash else None,
         },
         "versions": {"fullshard": __version__} | {package: version(package) for package in PACKAGES},
@@ -102,6 +102,7 @@ def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator,
 def expected_memory(*, recipe: Recipe, placement: Placement) -> dict[str, int]:
     """Bytes per rank of a training step, by category and at its peak: memory.predict_memory for this run."""
     sharded = placement.distributed_type == "FSDP"
+    assert recipe.train.micro_batch_size is not None  # resolve_batch has filled it in.
     return dict(
         predict_memory(
             model=recipe.model,
@@ -111,7 +112,7 @@ def expected_memory(*, recipe: Recipe, placement: Placement) -> dict[str, int]:
             micro_batch_size=recipe.train.micro_batch_size,
             sequence_length=recipe.data.sequence_length,
             reshard_after_forward=placement.reshard_after_forward,
-            gradient_accumulation_steps=recipe.train.global_batch_size // (recipe.train.micro_batch_size * placement.num_processes),
+            gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
             activation_checkpointing=placement.activation_checkpointing,
         )
     )

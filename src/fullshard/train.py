@@ -102,6 +102,7 @@ def train(
     batches yields this rank's rows of each global batch, [rows, sequence_length + 1]; held_out is [n, sequence_length + 1].
     """
     train, device = recipe.train, accelerator.device
+    assert train.micro_batch_size is not None  # resolve_batch has filled it in.
     batch_tokens = train.global_batch_size * recipe.data.sequence_length
     device_peak = peak_flops(device, COMPUTE_DTYPE[accelerator.mixed_precision], recipe.logging.peak_tflops)
     values: dict[str, float] = {}

@@ -1,0 +1,192 @@
+"""A user's mistake, through the launcher: one line with file, key, value, fix; a non-zero exit before step 1, within 30 s; nothing lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import ROOT, Launched, launch
+
+FSDP = (ROOT / "accelerate_configs" / "fsdp.yaml").read_text()
+
+
+@dataclass(frozen=True)
+class Mistake:
+    line: str
+    """Part of the one line; {tmp} is the test's folder."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    """Content of the recipe YAML."""
+    accelerate: str | None = None
+    """Content of the accelerate YAML."""
+    launcher: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+MISTAKES = {
+    "unknown key in the recipe": Mistake(
+        "{tmp}/x.yaml: data.sequence_lenght: unknown key; did you mean sequence_length?", recipe="data: {sequence_lenght: 8}"
+    ),
+    "unknown key deep in the recipe": Mistake(
+        "model.rope_parameters.theta: unknown key; did you mean rope_theta", recipe="model: {rope_parameters: {theta: 8}}"
+    ),
+    "unknown section in the recipe": Mistake("trian: unknown key; did you mean train?", recipe="trian: {max_steps: 3}"),
+    "key written twice": Mistake("{tmp}/x.yaml: line 2: seed: written twice", recipe="seed: 1\nseed: 2"),
+    "recipe is not YAML": Mistake("{tmp}/x.yaml: line 1: not YAML", recipe="train: [3"),
+    "no such recipe": Mistake(
+        "recipes/pretrain_llama3_debgu.yaml: no such file; did you mean recipes/pretrain_llama3_debug.yaml?",
+        {"config": "recipes/pretrain_llama3_debgu.yaml"},
+    ),
+    "unknown key on the command line": Mistake(
+        "command line: --train.max_step: unknown key; did you mean train.max_steps?", {"train__max_step": 3}
+    ),
+    "wrong type": Mistake("command line: --train.max_steps: ten: must be an integer > 0", {"train__max_steps": "ten"}),
+    "out of range": Mistake("{tmp}/x.yaml: optim.beta1: 1.5: must be a number >= 0 and < 1", recipe="optim: {beta1: 1.5}"),
+    "unknown choice": Mistake("--optim.schedule: cosin: must be one of cosine, wsd, linear, constant", {"optim__schedule": "cosin"}),
+    "batch not divisible": Mistake("--train.global_batch_size: 10: must be a multiple of", {"train__global_batch_size": 10}),
+    "batch not divisible by the processes": Mistake(
+        "train.global_batch_size: 4: must be a multiple of micro_batch_size x processes",
+        {"train__global_batch_size": 4, "train__micro_batch_size": 4},
+    ),
+    "more processes than rows": Mistake(
+        "--train.global_batch_size: 1: fewer rows than processes, 2",
+        {"train__global_batch_size": 1, "train__micro_batch_size": 1, "data__num_streams": 1},
+    ),
+    "streams not divisible by the processes": Mistake(
+        "data.num_streams: 1: must be a multiple of the number of processes, 2; it fits 1 processes", {"data__num_streams": 1}
+    ),
+    "sequence longer than positions": Mistake(
+        "data.sequence_length: 64: must be at most model.max_position_embeddings, 32", {"model__max_position_embeddings": 32}
+    ),
+    "vocabulary smaller than the tokenizer": Mistake(
+        "model.vocab_size: 4000: smaller than the tokenizer, 4096 tokens", {"model__vocab_size": 4000}
+    ),
+    "heads do not divide hidden size": Mistake(
+        "model.num_attention_heads: 5: must divide model.hidden_size, 64", {"model__num_attention_heads": 5}
+    ),
+    "kv heads do not divide heads": Mistake(
+        "model.num_key_value_heads: 3: must divide model.num_attention_heads, 4", {"model__num_key_value_heads": 3}
+    ),
+    "unknown activation": Mistake("model.hidden_act: sillu: unknown activation; choose one of", {"model__hidden_act": "sillu"}),
+    "output folder not writable": Mistake("--output_dir: /proc/fullshard: cannot be written", {"output_dir": "/proc/fullshard"}),
+    "unknown tracker": Mistake("logging.trackers: wandbb: unknown tracker; Accelerate knows", {"logging__trackers": "[wandbb]"}),
+    "tracker not installed": Mistake("logging.trackers: aim: not installed", {"logging__trackers": "[aim]"}),
+    "no such tokenizer": Mistake("data.tokenizer: {tmp}/nothing: not found", {"data__tokenizer": "{tmp}/nothing"}),
+    "no such data file": Mistake(
+        "data.data_files: {tmp}/nothing.txt: no such file", {"data__path": "text", "data__data_files": "[{tmp}/nothing.txt]"}
+    ),
+    "no held-out data": Mistake(
+        "no held-out text; set data.evaluation_files", {"data__path": "text", "data__data_files": f"[{ROOT}/src/fullshard/*.py]"}
+    ),
+    "bf16 reduction under DDP": Mistake(
+        "sharding.reduce_dtype: bfloat16: MULTI_GPU reduces gradients in fp32",
+        {"sharding__reduce_dtype": "bfloat16"},
+        accelerate=(ROOT / "accelerate_configs" / "ddp.yaml").read_text(),
+    ),
+    "unknown key in fsdp_config": Mistake(
+        "{tmp}/a.yaml: fsdp_config.fsdp_reshard_after_fwd: unknown key; did you mean fsdp_reshard_after_forward?",
+        accelerate=FSDP.replace("fsdp_reshard_after_forward", "fsdp_reshard_after_fwd"),
+    ),
+    "wrong wrap class": Mistake(
+        "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayr: not in the model; choose from",
+        accelerate=FSDP.replace("LlamaDecoderLayer", "LlamaDecoderLayr"),
+    ),
+    "FSDP1": Mistake("{tmp}/a.yaml: fsdp_config.fsdp_version: 1: ", accelerate=FSDP.replace("fsdp_version: 2", "fsdp_version: 1")),
+    "rank 0 loads": Mistake(
+        "fsdp_cpu_ram_efficient_loading: true: must be false",
+        accelerate=FSDP.replace("loading: false", "loading: true").replace(
+            "  fsdp_offload", "  fsdp_sync_module_states: true\n  fsdp_offload", 1
+        ),
+    ),
+    "mesh does not match": Mistake(
+        "dp_replicate_size x dp_shard_size, 2 x 2 = 4, must equal num_processes, 2",
+        accelerate=FSDP + "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n",
+    ),
+    "offload without a GPU": Mistake(
+        "fsdp_offload_params: true: needs a GPU", accelerate=FSDP.replace("offload_params: false", "offload_params: true")
+    ),
+    "fp16 without a scaler": Mistake("mixed_precision: fp16: no gradient scaler on this device", launcher=("--mixed_precision", "fp16")),
+    "--cpu": Mistake("command line: --cpu: starts one process without FSDP", launcher=("--cpu",)),
+    "accumulation in the environment": Mistake(
+        "environment: ACCELERATE_GRADIENT_ACCUMULATION_STEPS: 4: derived from", environment={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    ),
+}
+
+# `accelerate launch` itself dies of these before it starts a rank, with a traceback of its own. `fullshard check`, which `make train` runs
+# first, says the line.
+LAUNCHER_DIES = {
+    "unquoted no": Mistake(
+        "{tmp}/a.yaml: mixed_precision: false: ", accelerate=FSDP.replace("mixed_precision: bf16", "mixed_precision: no")
+    ),
+    "unknown top-level key": Mistake(
+        "{tmp}/a.yaml: mixed_precison: unknown key; did you mean mixed_precision?",
+        accelerate=FSDP.replace("mixed_precision", "mixed_precison", 1),
+    ),
+}
+
+
+def files(mistake: Mistake, folder: Path) -> dict[str, Any]:
+    """Writes the YAMLs of a case; arguments for `launch`."""
+    overrides = {key: value.format(tmp=folder) if isinstance(value, str) else value for key, value in mistake.overrides.items()}
+    if mistake.recipe is not None:
+        (folder / "x.yaml").write_text(mistake.recipe)
+        overrides["config"] = folder / "x.yaml"
+    arguments: dict[str, Any] = {"launcher": list(mistake.launcher), "environment": mistake.environment}
+    if mistake.accelerate is not None:
+        (folder / "a.yaml").write_text(mistake.accelerate)
+        arguments["config"] = folder / "a.yaml"
+    return arguments | {"train__max_steps": 2} | overrides
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Launched, float, Path]]:
+    """All cases, three at a time: most of a launch is imports."""
+
+    def run(mistake: Mistake) -> tuple[Launched, float, Path]:
+        folder = tmp_path_factory.mktemp("mistake")
+        start = time.monotonic()
+        result = launch(folder / "out", timeout=90, **files(mistake, folder))
+        return result, time.monotonic() - start, folder
+
+    with ThreadPoolExecutor(3) as executor:
+        everything = MISTAKES | LAUNCHER_DIES
+        return dict(zip(everything, executor.map(run, everything.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_line_and_nothing_lost(launched: dict[str, tuple[Launched, float, Path]], name: str) -> None:
+    result, seconds, folder = launched[name]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    assert MISTAKES[name].line.format(tmp=folder) in lines[0]
+    assert result.returncode != 0
+    assert seconds < 30
+    assert "step 1/" not in result.stdout
+    assert not (folder / "out" / "metrics.jsonl").exists()
+    # The launcher's own report of a rank that exited may follow; a rank's traceback may not.
+    assert result.stderr.count("Traceback (most recent call last)") <= 1
+    assert "[rank" not in result.stderr
+
+
+@pytest.mark.parametrize("name", LAUNCHER_DIES)
+def test_mistakes_that_kill_the_launcher_are_told_by_check(launched: dict[str, tuple[Launched, float, Path]], name: str) -> None:
+    result, seconds, folder = launched[name]
+    assert result.returncode != 0
+    assert seconds < 30
+    assert not (folder / "out").exists()
+    check = subprocess.run(
+        [sys.executable, "-m", "fullshard", "check", "--accelerate_config", folder / "a.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert check.returncode == 2
+    assert check.stderr.count("\n") == 1
+    assert LAUNCHER_DIES[name].line.format(tmp=folder) in check.stderr

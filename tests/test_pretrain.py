@@ -1,0 +1,181 @@
+"""Whole runs through the real launcher."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import ROOT, SMALL, Launched, launch
+
+from fullshard.config import OptimConfig
+from fullshard.optim import learning_rate_factor
+
+STEPS = 20
+RUNS: dict[str, dict[str, Any]] = {
+    "fsdp fp32 x 1": {"config": "fsdp_fp32.yaml", "launcher": ["--num_processes", "1"]},
+    "fsdp fp32 x 2": {"config": "fsdp_fp32.yaml"},
+    "fsdp fp32 x 4": {"config": "fsdp_fp32.yaml", "launcher": ["--num_processes", "4"]},
+    "ddp fp32 x 2": {"config": "ddp.yaml", "launcher": ["--mixed_precision", "no"]},
+    "fsdp bf16 x 2": {"config": "fsdp.yaml"},
+    "ddp bf16 x 2": {"config": "ddp.yaml"},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
+    """Each of RUNS once, when it is first asked for."""
+    done: dict[str, Launched] = {}
+
+    def get(name: str) -> Launched:
+        if name not in done:
+            done[name] = launch(tmp_path_factory.mktemp("run") / "out", train__max_steps=STEPS, **RUNS[name]).check()
+        return done[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "fsdp fp32 x 1"])
+def test_loss_is_the_same_everywhere(run: Callable[[str], Launched], name: str) -> None:
+    """World size, accumulation (4, 2 and 1 here) and sharding do not change what is computed: 1e-5 in fp32, 2e-2 in bf16, at every step."""
+    alone, other = run("fsdp fp32 x 1"), run(name)
+    tolerance = 2e-2 if "bf16" in name else 1e-5
+    assert [line["step"] for line in other.metrics] == list(range(1, STEPS + 1))
+    assert other.column("train/loss") == pytest.approx(alone.column("train/loss"), abs=tolerance)
+    assert other.column("eval/loss") == pytest.approx(alone.column("eval/loss"), abs=tolerance)
+    assert other.column("train/grad_norm") == pytest.approx(alone.column("train/grad_norm"), rel=2e-2 if "bf16" in name else 1e-3)
+    assert other.config["derived"]["initial_weights_hash"] == alone.config["derived"]["initial_weights_hash"]
+    assert other.column("train/learning_rate") == alone.column("train/learning_rate")
+    assert other.column("train/tokens_seen") == [step * 8 * 64 for step in range(1, STEPS + 1)]
+
+
+def test_a_run_learns_and_starts_at_the_uniform_loss(run: Callable[[str], Launched]) -> None:
+    losses = run("fsdp bf16 x 2").column("train/loss")
+    assert losses[0] == pytest.approx(math.log(4096), abs=0.1)
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_every_rank_holds_its_part(run: Callable[[str], Launched]) -> None:
+    """The check in the run itself, and the bytes that it logs: parameters and both moments at 1/4 of 4 bytes each."""
+    four, ddp = run("fsdp fp32 x 4"), run("ddp fp32 x 2")
+    parameters = four.config["derived"]["parameters"]
+    assert "every rank holds 1/4 of each of" in four.stdout
+    assert "not sharded" in ddp.stdout
+    for launched, shards in ((four, 4), (ddp, 1)):
+        last = launched.metrics[-1]
+        whole_gib = 4 * parameters / 2**30
+        assert last["memory/parameters_gib"] == pytest.approx(whole_gib / shards, rel=1e-6)
+        assert last["memory/gradients_gib"] == pytest.approx(whole_gib / shards, rel=1e-6)
+        assert last["memory/optimizer_gib"] == pytest.approx(2 * whole_gib / shards, rel=1e-3)  # plus a step counter per parameter
+
+
+def test_log_keys_are_those_promised(run: Callable[[str], Launched]) -> None:
+    """DESIGN's keys, and no others. mfu_pct needs a device whose peak is known, or logging.peak_tflops."""
+    always = {f"train/{key}" for key in ("loss", "grad_norm", "learning_rate", "tokens_seen")}
+    always |= {f"throughput/{key}" for key in ("tokens_per_second", "step_time_s", "data_wait_pct")}
+    kinds = ("allocated", "peak_allocated", "reserved", "host_rss", "parameters", "gradients", "optimizer", "activations", "predicted_peak")
+    always |= {f"memory/{kind}_gib" for kind in kinds}
+    metrics = run("fsdp bf16 x 2").metrics
+    assert all(set(line) == always | {"step"} for line in metrics[:-1])
+    assert set(metrics[-1]) == always | {"step", "eval/loss", "eval/perplexity"}
+    assert metrics[-1]["eval/perplexity"] == pytest.approx(math.exp(metrics[-1]["eval/loss"]))
+
+
+def test_learning_rate_is_the_formula(run: Callable[[str], Launched]) -> None:
+    """O03, through the launcher."""
+    launched = run("fsdp fp32 x 2")
+    optim = OptimConfig(**launched.config["optim"])
+    expected = [optim.learning_rate * learning_rate_factor(step, optim=optim, max_steps=STEPS) for step in range(1, STEPS + 1)]
+    assert launched.column("train/learning_rate") == pytest.approx(expected, rel=1e-12)
+
+
+def test_predicted_peak_is_near_the_measured_one(run: Callable[[str], Launched]) -> None:
+    for name in ("fsdp bf16 x 2", "fsdp fp32 x 4", "ddp fp32 x 2"):
+        last = run(name).metrics[-1]
+        assert last["memory/predicted_peak_gib"] == pytest.approx(last["memory/peak_allocated_gib"], rel=0.15), name
+
+
+def test_config_holds_what_the_run_was(run: Callable[[str], Launched]) -> None:
+    config = run("fsdp bf16 x 2").config
+    assert config["precision"] == {"parameters": "float32", "compute": "bfloat16", "gradient_reduction": "float32", "loss": "float32"}
+    assert config["accelerate"]["distributed_type"] == "FSDP"
+    assert config["accelerate"]["dp_shard_size"] == 2
+    # The layers and the tail: final norm, head, and the embedding that it is tied to.
+    assert config["model"]["tie_word_embeddings"] is True
+    assert config["derived"]["fsdp_units"] == SMALL["model.num_hidden_layers"] + 1
+    assert config["derived"]["gradient_accumulation_steps"] == 2
+    assert config["model"]["hidden_size"] == SMALL["model.hidden_size"]
+    assert set(config["versions"]) == {"fullshard", "torch", "accelerate", "transformers", "datasets", "wandb"}
+
+
+def test_plain_lines_when_not_a_terminal(run: Callable[[str], Launched]) -> None:
+    stdout = run("fsdp bf16 x 2").stdout
+    assert stdout.count("fullshard pretrain") == 1, "printed by more than one rank"
+    assert sum(line.startswith(f"step {STEPS}/{STEPS}  loss ") for line in stdout.splitlines()) == 1
+    assert "\x1b" not in stdout
+    assert sum(line.startswith("> ") for line in stdout.splitlines()) == 3
+    assert "finished" in stdout
+
+
+def test_second_run_in_a_folder_keeps_the_first(tmp_path: Path) -> None:
+    first = launch(tmp_path / "out", train__max_steps=2).check().metrics
+    second = launch(tmp_path / "out", train__max_steps=3, seed=1).check()
+    assert [line["step"] for line in second.metrics] == [1, 2, 3]
+    kept = [json.loads(line) for line in (tmp_path / "out" / "previous" / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert kept == first
+    assert second.metrics[0]["train/loss"] != first[0]["train/loss"]
+    assert "previous/1" in second.stdout
+
+
+@pytest.mark.parametrize("config", ["fsdp.yaml", "ddp.yaml"])
+def test_compile_per_layer_changes_nothing(tmp_path: Path, config: str) -> None:
+    """dynamo_config in the accelerate YAML; backend aot_eager needs no C++ compiler and runs the same graph capture and partitioner."""
+    path = tmp_path / config
+    dynamo = "dynamo_config:\n  dynamo_backend: AOT_EAGER\n  dynamo_use_regional_compilation: true\n"
+    path.write_text((ROOT / "accelerate_configs" / config).read_text() + dynamo)
+    compiled = launch(tmp_path / "compiled", config=path, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
+    eager = launch(tmp_path / "eager", config=config, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
+    assert compiled.config["accelerate"]["dynamo_regional"] is True
+    assert compiled.column("train/loss") == pytest.approx(eager.column("train/loss"), abs=1e-5)
+    assert compiled.config["derived"]["initial_weights_hash"] == eager.config["derived"]["initial_weights_hash"]
+
+
+def test_wandb_without_a_key_is_offline_one_run_and_exits(tmp_path: Path) -> None:
+    """W03, W04, W07: online is asked for, there is no key and no network; two ranks, one run, and W&B holds what metrics.jsonl holds."""
+    launched = launch(
+        tmp_path / "out", environment={"WANDB_MODE": "online", "HOME": str(tmp_path)}, train__max_steps=3, logging__trackers="[wandb]"
+    ).check()
+    (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
+    lines = [line for line in launched.stdout.splitlines() if "wandb leet" in line]
+    assert len(lines) == 1
+    assert f"wandb leet {folder}" in lines[0]
+    assert f"wandb sync {folder}" in lines[0]
+    shown = subprocess.run(
+        [Path(sys.executable).parent / "wandb", "leet", "inspect", "--json", folder], capture_output=True, text=True, timeout=60, check=True
+    )
+    for value in (launched.metrics[1]["train/loss"], launched.metrics[2]["eval/loss"]):
+        assert repr(value) in shown.stdout
+
+
+def test_a_crash_ends_every_rank(tmp_path: Path) -> None:
+    """W03: an error that is nobody's mistake keeps its traceback, and no process stays."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import fullshard.optim\n"
+        "    def broken(*args, **kwargs): raise ZeroDivisionError('broken on rank 1')\n"
+        "    fullshard.optim.build_schedule = broken\n"
+    )
+    launched = launch(tmp_path / "out", environment={"PYTHONPATH": str(site)}, train__max_steps=2, timeout=60)
+    assert launched.returncode != 0
+    assert "ZeroDivisionError: broken on rank 1" in launched.stderr
+    left = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True, check=False).stdout.split()
+    assert [pid for pid in left if int(pid) != os.getpid()] == []

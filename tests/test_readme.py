@@ -1,0 +1,80 @@
+"""What the README says is so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.config import resolve_batch
+from fullshard.parsing import parse_recipe
+from fullshard.sharding import placement_from_yaml
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
+LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+
+
+def benchmark(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("accelerate launch")])
+def test_launch_commands_are_valid(line: str) -> None:
+    words = shlex.split(line)
+    at = words.index("recipes/pretrain.py")
+    launcher = words[2:at]
+    processes = int(launcher[launcher.index("--num_processes") + 1]) if "--num_processes" in launcher else None
+    placement = placement_from_yaml(ROOT / launcher[launcher.index("--config_file") + 1], num_processes=processes)
+    resolve_batch(parse_recipe(words[at + 1 :]), world_size=placement.num_processes)
+
+
+def test_other_commands_are_known() -> None:
+    known = ("accelerate launch ", "make train", "source .venv/bin/activate", "fullshard check ")
+    assert [line for line in LINES if not line.startswith(known)] == []
+
+
+def test_check_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fullshard.__main__ import main
+
+    monkeypatch.chdir(ROOT)
+    (line,) = [line for line in LINES if line.startswith("fullshard check")]
+    monkeypatch.setattr("sys.argv", shlex.split(line))
+    main()
+    assert "8 processes" in capsys.readouterr().out
+
+
+def test_table_is_the_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "records" / "placements.json").read_text())
+    assert benchmark("placements").table(record) in README
+    for config, row in record["rows"].items():
+        assert row["same_initial_weights"], config
+    losses = [row["train_loss"] for row in record["rows"].values()]
+    assert max(losses) - min(losses) < 2e-2
+
+
+def test_every_accelerate_config_is_in_the_table() -> None:
+    for path in (ROOT / "accelerate_configs").glob("*.yaml"):
+        assert f"| `{path.name}` |" in README
+
+
+def test_files_named_exist() -> None:
+    for name in re.findall(r"`((?:benchmarks|tests|recipes|accelerate_configs)/[\w./]+)`", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_versions_are_the_pinned_ones() -> None:
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.M))
+    for package in ("torch", "accelerate", "transformers", "datasets", "wandb"):
+        assert f"{package} {pins[package]}" in README
