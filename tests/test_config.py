@@ -312,5 +312,5 @@ def test_check_ends_a_mistake_in_one_line() -> None:
     command = [sys.executable, "-m", "fullshard", "check", "--num_processes", "7"]
     result = subprocess.run(command, text=True, capture_output=True, cwd=ROOT, check=False)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: recipes/pretrain_llama3_debug.yaml: data.num_streams: 240: must be a multiple")
+    assert result.stderr.startswith("error: recipes/pretrain_llama3_debug.yaml: data.num_streams: 384: must be a multiple")
     assert result.stderr.count("\n") == 1

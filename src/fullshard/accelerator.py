@@ -15,6 +15,7 @@ from accelerate.state import DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from transformers import LlamaForCausalLM
 
 from fullshard.config import ShardingConfig
 from fullshard.errors import UserError
@@ -73,14 +74,10 @@ def _engage_on_cpu(placement: Placement) -> None:
 
 def _check(accelerator: Accelerator, placement: Placement) -> None:
     """Stop unless the Accelerator is what was asked for. Silence here is N unsharded runs that look like one (PUBLIC_REPORTS L01)."""
-    expected_type = {
-        "FSDP": (DistributedType.FSDP,),
-        "MULTI_GPU": (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU),
-        "NO": (DistributedType.NO,),
-    }[placement.distributed_type]
-    found = [
+    engaged = "MULTI_GPU" if accelerator.distributed_type == DistributedType.MULTI_CPU else accelerator.distributed_type.value
+    found: list[tuple[str, object, object]] = [
         ("num_processes", placement.num_processes, accelerator.num_processes),
-        ("distributed_type", True, accelerator.distributed_type in expected_type),
+        ("distributed_type", placement.distributed_type, engaged),
         ("mixed_precision", placement.mixed_precision, accelerator.mixed_precision),
         ("gradient_accumulation_steps", 1, accelerator.gradient_accumulation_steps),
     ]
@@ -94,14 +91,13 @@ def _check(accelerator: Accelerator, placement: Placement) -> None:
         ]
     for key, asked, got in found:
         if asked != got:
-            got = accelerator.distributed_type if key == "distributed_type" else got
-            asked = placement.distributed_type if key == "distributed_type" else asked
-            raise UserError(f"accelerate config: {key}: asked for {asked}, got {got}; start with `accelerate launch --config_file ...`")
+            fix = f"asked for {asked}, got {got}; start with `accelerate launch --config_file ...`"
+            raise UserError(f"accelerate config: {key}: {fix}")
     if placement.mixed_precision == "fp16" and accelerator.scaler is None:
         raise UserError("accelerate config: mixed_precision: fp16: no gradient scaler on this device, small gradients vanish; use bf16")
 
 
-def prepare_model(accelerator: Accelerator, model: nn.Module, *, seed: int) -> nn.Module:
+def prepare_model(accelerator: Accelerator, model: LlamaForCausalLM, *, seed: int) -> nn.Module:
     """Wrap a meta model by Accelerate and give each rank its initialised part. The optimizer is built on the result.
 
     FSDP2 shards on meta and is materialised shard by shard; DDP and a single process hold the whole model and need it before wrapping.

@@ -49,7 +49,7 @@ class RopeParameters:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Fields of transformers' LlamaConfig, in its spelling. Defaults: the debug model, about 4 M parameters."""
+    """Fields of transformers' LlamaConfig, in its spelling. Defaults: the debug model, 2.5 M parameters."""
 
     vocab_size: PositiveInt = 4096
     """Rows of the embedding; at least the tokenizer's size."""
@@ -57,7 +57,7 @@ class ModelConfig:
     """Width of the residual stream; a multiple of num_attention_heads."""
     intermediate_size: PositiveInt = 688
     """Width of the gated MLP."""
-    num_hidden_layers: PositiveInt = 4
+    num_hidden_layers: PositiveInt = 2
     """Decoder layers."""
     num_attention_heads: PositiveInt = 4
     """Query heads."""
@@ -106,9 +106,9 @@ class DataConfig:
     """Column that holds a document's text."""
     tokenizer: str = "bundled"
     """`bundled` (byte-level BPE, 4,096 tokens), a folder, a tokenizer.json, or a Hub name."""
-    sequence_length: PositiveInt = 256
+    sequence_length: PositiveInt = 128
     """Tokens per row that the model sees; at most model.max_position_embeddings."""
-    num_streams: PositiveInt = 240
+    num_streams: PositiveInt = 384
     """Logical streams, each with files of its own: so many files are mixed. The data order is theirs, not the machine's. A multiple of the
     number of processes."""
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import PreTrainedTokenizerFast
 
-Encode = Callable[[list[str]], list[list[int]]]
+Encode = Callable[[str], list[int]]
 
 FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")  # Builders of `datasets` that read local files.
 HELD_OUT_EVERY = 20  # One file in so many of the standard library is held out.
-DOCUMENTS_PER_BATCH = 4  # Encoded at once: enough to keep the tokenizer's threads busy, few enough that the first row comes soon.
+HELD_OUT_GROUPS = 32
 
 
 def stdlib_files() -> tuple[list[Path], list[Path]]:
@@ -104,9 +104,9 @@ def evaluation_rows(*, data: DataConfig, tokenizer: PreTrainedTokenizerFast, ran
     stream = _open_stream(source, source.files)
     order = _shuffled(range(len(stream.shards)), "held-out")
     encode = _encoder(tokenizer)
-    # In turn from up to num_streams groups of files, so that the first max_rows are not those of one long file.
-    groups = [order[group :: data.num_streams] for group in range(min(data.num_streams, len(order)))]
-    packed = [_pack(_tokens(_documents(stream, group, data.text_column), encode), length) for group in groups]
+    # In turn from groups of files, so that the first max_rows are not those of one long file.
+    groups = [order[group::HELD_OUT_GROUPS] for group in range(min(HELD_OUT_GROUPS, len(order)))]
+    packed = [_pack(map(encode, _documents(stream, group, data.text_column)), length) for group in groups]
     in_turn = (row for turn in itertools.zip_longest(*packed) for row in turn if row is not None)
     rows = list(itertools.islice(in_turn, max_rows))
     if not rows:
@@ -184,8 +184,9 @@ def _local_files(key: str, patterns: list[str]) -> list[Path]:
 def _open_streams(source: Source, *, data: DataConfig, seed: int, own: range, world_size: int) -> dict[int, Stream]:
     """The rank's streams by number. Files are shuffled by seed and dealt: by size where it is known, else in turn."""
     count = data.num_streams
-    whole = None if source.files is not None else _open_stream(source, None)
-    sizes = [path.stat().st_size for path in source.files] if whole is None else [0] * whole.dataset.num_shards
+    local = source.files or []
+    whole = _open_stream(source, None) if source.files is None else None
+    sizes = [path.stat().st_size for path in local] if whole is None else [0] * whole.dataset.num_shards
     if len(sizes) < count:
         fits = len(sizes) // world_size * world_size
         fix = f"set it to at most {fits}" if fits else f"give at least {world_size} files"
@@ -201,8 +202,7 @@ def _open_streams(source: Source, *, data: DataConfig, seed: int, own: range, wo
     if whole is not None:
         return {number: Stream(source.name, whole.dataset, dealt[number], None) for number in own}
     # One load_dataset for all of this rank's files: it looks at every file that it is given, and must not look at another rank's.
-    assert source.files is not None
-    files = [source.files[index] for number in own for index in dealt[number]]
+    files = [local[index] for number in own for index in dealt[number]]
     opened = _open_stream(source, files)
     if opened.files is None:
         raise RuntimeError(f"{source.name}: {len(files)} files are {len(opened.shards)} shards; each file must be one")
@@ -247,7 +247,7 @@ def _endless_tokens(stream: Stream, *, data: DataConfig, encode: Encode, seed: i
     """Documents as tokens, epoch after epoch."""
     for epoch in itertools.count():
         order = _shuffled(range(len(stream.shards)), seed, number, epoch)
-        pieces = _tokens(_documents(stream, order, data.text_column), encode)
+        pieces = map(encode, _documents(stream, order, data.text_column))
         first = next(pieces, None)
         if first is None:  # Without this an empty stream would be read for ever.
             raise UserError(f"{stream.name}: stream {number} of {data.num_streams} has no document; lower data.num_streams")
@@ -255,20 +255,15 @@ def _endless_tokens(stream: Stream, *, data: DataConfig, encode: Encode, seed: i
         yield from pieces
 
 
-def _tokens(documents: Iterator[str], encode: Encode) -> Iterator[list[int]]:
-    while batch := list(itertools.islice(documents, DOCUMENTS_PER_BATCH)):
-        yield from encode(batch)
-
-
 def _encoder(tokenizer: PreTrainedTokenizerFast) -> Encode:
-    """Texts -> tokens of each, with exactly one end-of-text after them and no other special token."""
+    """Text -> its tokens, with exactly one end-of-text after them and no other special token."""
     encoder = copy.deepcopy(tokenizer.backend_tokenizer)
     encoder.no_truncation()
     encoder.no_padding()
     # `<|endoftext|>` written in a document is text, not a border between documents.
     encoder.encode_special_tokens = True
     end = tokenizer.eos_token_id
-    return lambda texts: [[*encoding.ids, end] for encoding in encoder.encode_batch_fast(texts, add_special_tokens=False)]
+    return lambda text: [*encoder.encode(text, add_special_tokens=False).ids, end]
 
 
 def _pack(pieces: Iterator[list[int]], length: int) -> Iterator[list[int]]:

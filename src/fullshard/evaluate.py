@@ -44,7 +44,7 @@ def complete(
     """
     whole = accelerator.unwrap_model(model, keep_torch_compile=True)
     whole.eval()
-    completions = []
+    completions: list[str] = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for prompt in prompts:
@@ -59,7 +59,7 @@ def complete(
                 max_new_tokens=tokens,
                 pad_token_id=tokenizer.eos_token_id,
             )
-            completions.append(tokenizer.decode(output[0, input_ids.shape[1] :]))
+            completions.append(str(tokenizer.decode(output[0, input_ids.shape[1] :])))
     whole.train()
     _free_gathered(model)
     return completions

@@ -136,7 +136,8 @@ class measure_memory:  # noqa: N801 - used as a function: with measure_memory(de
                 config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
                 torch._C._autograd._prepare_profiler(config, activities)
                 # A scope that no operator has: memory events alone are recorded, which keeps the overhead at 1 to 2 % of the step.
-                torch._C._autograd._enable_profiler(config, activities, {RecordScope.LITE_INTERPRETER})
+                enable = torch._C._autograd._enable_profiler  # Its type stub lacks the third argument.
+                enable(config, activities, {RecordScope.LITE_INTERPRETER})  # type: ignore[call-arg]
                 self._measurement._mark()
         return self._measurement
 
@@ -228,7 +229,7 @@ def predict_memory(
     reshard_after_forward: bool = True,
     gradient_accumulation_steps: int = 1,
     activation_checkpointing: bool = False,
-) -> dict[Literal["parameters", "gradients", "optimizer", "gathered", "activations", "peak"], int]:
+) -> dict[str, int]:
     """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
 
     P = parameters, s = shard_size (1 under DDP), c = 2 under mixed precision, else 4, T = micro_batch_size x sequence_length tokens.

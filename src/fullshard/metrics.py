@@ -181,7 +181,7 @@ def _wandb_credentials_exist(environment: Mapping[str, str]) -> bool:
     url = environment.get("WANDB_BASE_URL") or settings.get("default", "base_url", fallback="https://api.wandb.ai")
     path = Path(environment.get("NETRC") or "~/.netrc").expanduser()
     try:
-        entry = netrc.netrc(path).authenticators(urlsplit(url).netloc)
+        entry = netrc.netrc(path).authenticators(str(urlsplit(url).netloc))
     except (OSError, netrc.NetrcParseError):
         return False
     return bool(entry and entry[2])

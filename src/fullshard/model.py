@@ -70,7 +70,7 @@ def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
         yield canonical_name(name), parameter
 
 
-def materialise(model: nn.Module, *, device: torch.device, seed: int) -> None:
+def materialise(model: LlamaForCausalLM, *, device: torch.device, seed: int) -> None:
     """Give a meta model storage on `device` and initialise it in place, holding no more than this rank's shards and part of one parameter.
 
     Matrices are normal with std `initializer_range`, norms one, biases zero: transformers' own initialisation. The values depend on

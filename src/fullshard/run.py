@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +44,7 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
     """Check what was prepared against what was asked, open the run folder and the trackers, print what is derived. Collective."""
     terminal = Terminal(main_process=accelerator.is_main_process)
     config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model)
-    memory = expected_memory(recipe=recipe, placement=placement)
+    memory = _expected_memory(recipe=recipe, placement=placement)
     output_dir = Path(recipe.output_dir)
     if accelerator.is_main_process and (kept := _open_run_folder(output_dir, config=config)):
         terminal.say(f"files of the earlier run in {output_dir} are now in {kept}")
@@ -99,22 +100,20 @@ def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator,
     }
 
 
-def expected_memory(*, recipe: Recipe, placement: Placement) -> dict[str, int]:
+def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, int]:
     """Bytes per rank of a training step, by category and at its peak: memory.predict_memory for this run."""
     sharded = placement.distributed_type == "FSDP"
     assert recipe.train.micro_batch_size is not None  # resolve_batch has filled it in.
-    return dict(
-        predict_memory(
-            model=recipe.model,
-            distributed_type="FSDP" if sharded else "DDP",
-            shard_size=placement.dp_shard_size if sharded else 1,
-            mixed_precision=placement.mixed_precision,
-            micro_batch_size=recipe.train.micro_batch_size,
-            sequence_length=recipe.data.sequence_length,
-            reshard_after_forward=placement.reshard_after_forward,
-            gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
-            activation_checkpointing=placement.activation_checkpointing,
-        )
+    return predict_memory(
+        model=recipe.model,
+        distributed_type="FSDP" if sharded else "DDP",
+        shard_size=placement.dp_shard_size if sharded else 1,
+        mixed_precision=placement.mixed_precision,
+        micro_batch_size=recipe.train.micro_batch_size,
+        sequence_length=recipe.data.sequence_length,
+        reshard_after_forward=placement.reshard_after_forward,
+        gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
+        activation_checkpointing=placement.activation_checkpointing,
     )
 
 
@@ -132,7 +131,7 @@ def _open_run_folder(output_dir: Path, *, config: dict[str, Any]) -> Path | None
     return kept
 
 
-def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any], memory: dict[str, int]) -> list[tuple[str, str]]:
+def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any], memory: Mapping[str, int]) -> list[tuple[str, str]]:
     """Name and value of what is derived from the two YAML files."""
     train, derived = recipe.train, config["derived"]
     tokens = train.global_batch_size * recipe.data.sequence_length

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fullshard.errors import COMMAND_LINE, UserError, shown
 from fullshard.parsing import load_yaml
@@ -101,15 +101,15 @@ COMMAND_LINE_ONLY = {"rdzv_backend": "static", "same_network": False, "enable_cp
 class Placement:
     """Where a run is: what the launcher tells the ranks. Fields in Accelerate's spelling; those of FSDP hold their defaults without it."""
 
-    distributed_type: str = "NO"
-    """FSDP, MULTI_GPU (DDP, on GPUs or gloo) or NO (one process)."""
+    distributed_type: Literal["FSDP", "MULTI_GPU", "NO"] = "NO"
+    """MULTI_GPU is DDP, on GPUs or gloo; NO is one process."""
     num_processes: int = 1
     dp_replicate_size: int = 1
     """Ranks that hold copies of the same shard."""
     dp_shard_size: int = 1
     """Ranks over which a copy is sharded."""
-    mixed_precision: str = "no"
-    """Compute type: no (fp32), bf16, fp16."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Compute type; no is fp32."""
     fsdp_version: int = 2
     reshard_after_forward: bool = True
     auto_wrap_policy: str = "NO_WRAP"
@@ -329,8 +329,7 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
         "dynamo_regional": flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "false"),
     }
     if not fsdp:
-        kind = "MULTI_GPU" if "WORLD_SIZE" in env else "NO"
-        return Placement(distributed_type=kind, dp_replicate_size=processes, **common)
+        return Placement(distributed_type="MULTI_GPU" if "WORLD_SIZE" in env else "NO", dp_replicate_size=processes, **common)
     if (version := env.get("FSDP_VERSION", "1")) != "2":
         raise _mistake(source, "fsdp_version", version, "FSDP1 is not supported yet; pass 2")
     if flag("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"):

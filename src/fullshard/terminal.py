@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -61,7 +61,10 @@ class Terminal:
         if not self._draws():
             yield
             return
-        columns = [TextColumn("{task.completed:.0f}/{task.total:.0f}"), TextColumn("{task.fields[shown]}", markup=False)]
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[shown]}", markup=False),
+        ]
         if self.console.width >= NARROW:
             columns.insert(1, BarColumn(bar_width=None))
         with Progress(*columns, console=self.console, expand=self.console.width >= NARROW) as self._progress:

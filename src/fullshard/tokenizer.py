@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import UserError, first_line, one_line
 from fullshard.hub import ask_hub
@@ -19,6 +19,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """`bundled`, a folder, a tokenizer.json or a Hub name. UserError when there is none, or when it lacks an end-of-text token."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    tokenizer: Any
     path = BUNDLED_TOKENIZER if name == "bundled" else Path(name).expanduser()
     with one_line(f"data.tokenizer: {name}"):
         if path.is_file():

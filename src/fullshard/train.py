@@ -74,7 +74,7 @@ def train_step(
         grad_norm = grad_norm.full_tensor()
     optimizer.step()
     optimizer.zero_grad()
-    learning_rate = schedule.get_last_lr()[0]
+    learning_rate = float(schedule.get_last_lr()[0])
     # Not prepared: a prepared scheduler steps num_processes times per optimizer step (PUBLIC_REPORTS O03).
     schedule.step()
     return StepResult(accelerator.reduce(loss_sum, reduction="sum") / target_tokens, grad_norm, learning_rate, gradient_bytes)
