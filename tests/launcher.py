@@ -56,8 +56,9 @@ class Launched:
 
 def launch(
     output_dir: Path,
+    /,
     *,
-    config: str | Path = "fsdp.yaml",
+    placement: str | Path = "fsdp.yaml",
     launcher: list[str] | None = None,
     environment: dict[str, str] | None = None,
     timeout: float = 180.0,
@@ -71,7 +72,7 @@ def launch(
     values.setdefault("output_dir", output_dir)
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(config if Path(config).is_absolute() else ROOT / "accelerate_configs" / config)),
+        *("--config_file", str(placement if Path(placement).is_absolute() else ROOT / "accelerate_configs" / placement)),
         *(launcher or []),
         "recipes/pretrain.py",
         *(word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))),

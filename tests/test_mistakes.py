@@ -100,9 +100,7 @@ MISTAKES = {
     "FSDP1": Mistake("{tmp}/a.yaml: fsdp_config.fsdp_version: 1: ", accelerate=FSDP.replace("fsdp_version: 2", "fsdp_version: 1")),
     "rank 0 loads": Mistake(
         "fsdp_cpu_ram_efficient_loading: true: must be false",
-        accelerate=FSDP.replace("loading: false", "loading: true").replace(
-            "  fsdp_offload", "  fsdp_sync_module_states: true\n  fsdp_offload", 1
-        ),
+        accelerate=FSDP.replace("fsdp_cpu_ram_efficient_loading: false", "fsdp_cpu_ram_efficient_loading: true"),
     ),
     "mesh does not match": Mistake(
         "dp_replicate_size x dp_shard_size, 2 x 2 = 4, must equal num_processes, 2",
@@ -140,7 +138,7 @@ def files(mistake: Mistake, folder: Path) -> dict[str, Any]:
     arguments: dict[str, Any] = {"launcher": list(mistake.launcher), "environment": mistake.environment}
     if mistake.accelerate is not None:
         (folder / "a.yaml").write_text(mistake.accelerate)
-        arguments["config"] = folder / "a.yaml"
+        arguments["placement"] = folder / "a.yaml"
     return arguments | {"train__max_steps": 2} | overrides
 
 

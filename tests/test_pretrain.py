@@ -19,12 +19,12 @@ from fullshard.optim import learning_rate_factor
 
 STEPS = 20
 RUNS: dict[str, dict[str, Any]] = {
-    "fsdp fp32 x 1": {"config": "fsdp_fp32.yaml", "launcher": ["--num_processes", "1"]},
-    "fsdp fp32 x 2": {"config": "fsdp_fp32.yaml"},
-    "fsdp fp32 x 4": {"config": "fsdp_fp32.yaml", "launcher": ["--num_processes", "4"]},
-    "ddp fp32 x 2": {"config": "ddp.yaml", "launcher": ["--mixed_precision", "no"]},
-    "fsdp bf16 x 2": {"config": "fsdp.yaml"},
-    "ddp bf16 x 2": {"config": "ddp.yaml"},
+    "fsdp fp32 x 1": {"placement": "fsdp_fp32.yaml", "launcher": ["--num_processes", "1"]},
+    "fsdp fp32 x 2": {"placement": "fsdp_fp32.yaml"},
+    "fsdp fp32 x 4": {"placement": "fsdp_fp32.yaml", "launcher": ["--num_processes", "4"]},
+    "ddp fp32 x 2": {"placement": "ddp.yaml", "launcher": ["--mixed_precision", "no"]},
+    "fsdp bf16 x 2": {"placement": "fsdp.yaml"},
+    "ddp bf16 x 2": {"placement": "ddp.yaml"},
 }
 
 
@@ -139,8 +139,8 @@ def test_compile_per_layer_changes_nothing(tmp_path: Path, config: str) -> None:
     path = tmp_path / config
     dynamo = "dynamo_config:\n  dynamo_backend: AOT_EAGER\n  dynamo_use_regional_compilation: true\n"
     path.write_text((ROOT / "accelerate_configs" / config).read_text() + dynamo)
-    compiled = launch(tmp_path / "compiled", config=path, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
-    eager = launch(tmp_path / "eager", config=config, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
+    compiled = launch(tmp_path / "compiled", placement=path, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
+    eager = launch(tmp_path / "eager", placement=config, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
     assert compiled.config["accelerate"]["dynamo_regional"] is True
     assert compiled.column("train/loss") == pytest.approx(eager.column("train/loss"), abs=1e-5)
     assert compiled.config["derived"]["initial_weights_hash"] == eager.config["derived"]["initial_weights_hash"]
