@@ -42,10 +42,11 @@ def complete(
 
     The number of forwards is fixed, so ranks that sample different tokens still meet in every all-gather (PUBLIC_REPORTS O18).
     """
-    whole = accelerator.unwrap_model(model, keep_torch_compile=True)
+    whole = accelerator.unwrap_model(model, keep_torch_compile=False)
     whole.eval()
     completions: list[str] = []
-    with torch.random.fork_rng():
+    # Eager: every new length would be compiled anew.
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(seed)
         for prompt in prompts:
             input_ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(accelerator.device)
