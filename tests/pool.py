@@ -29,7 +29,7 @@ def _serve(connection: Connection) -> None:
     while True:
         try:
             function, arguments, environment, rendezvous = connection.recv()
-        except EOFError:  # The pool was closed.
+        except (EOFError, ConnectionResetError):  # The pool was closed.
             return
         os.environ.clear()
         os.environ.update(clean)
@@ -97,7 +97,11 @@ class GlooPool:
                 if not connection.poll(timeout):
                     self.close()
                     raise TimeoutError(f"rank {rank} of {world_size} did not answer within {timeout} s")
-                results.append(connection.recv())
+                try:
+                    results.append(connection.recv())
+                except (EOFError, ConnectionResetError):
+                    self.close()  # The others would wait for it in the next test.
+                    raise AssertionError(f"rank {rank} of {world_size} died") from None
         failures = [f"rank {rank}:\n{result}" for rank, (good, result) in enumerate(results) if not good]
         if failures:
             raise AssertionError("\n".join(failures))

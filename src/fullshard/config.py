@@ -117,7 +117,7 @@ class DataConfig:
 class TrainConfig:
     """Batch arithmetic and length of the run."""
 
-    max_steps: PositiveInt = 400
+    max_steps: PositiveInt = 900
     """Optimizer steps."""
     global_batch_size: PositiveInt = 16
     """Rows per optimizer step over all devices; a multiple of micro_batch_size x world size."""

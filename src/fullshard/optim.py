@@ -7,11 +7,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 
 from fullshard.config import OptimConfig
 
 _FUSED_DEVICES = ("cuda", "cpu")
+_NORM_BLOCK = 2**12  # Elements.
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], *, optim: OptimConfig) -> torch.optim.AdamW:
@@ -49,3 +51,25 @@ def build_schedule(optimizer: torch.optim.Optimizer, *, optim: OptimConfig, max_
     """The schedule as torch's LambdaLR. Step it once after each optimizer step."""
     # LambdaLR counts from 0; our first optimizer step is number 1.
     return LambdaLR(optimizer, lambda index: learning_rate_factor(index + 1, optim=optim, max_steps=max_steps))
+
+
+@torch.no_grad()
+def clip_by_global_norm_(parameters: Iterable[nn.Parameter], *, max_norm: float | None) -> torch.Tensor:
+    """Scale the gradients in place so that their global L2 norm is at most `max_norm` (null: leave them). Collective if they are sharded.
+
+    Returns the norm before clipping, fp32, the same on every rank. Gradients are plain or all DTensors of one mesh.
+    Not torch's clip_grad_norm_: on a CPU its fp32 sum over a large tensor is short by up to 1e-4 of the norm, and by less the smaller the
+    shards, so that runs at different world sizes would clip differently. Here blocks are summed in fp32 and their sums in fp64.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    blocks = [block for g in local for block in g.reshape(-1).split(max(_NORM_BLOCK, -(-g.numel() // 256))) if block.numel()]
+    squares = torch.stack(torch._foreach_norm(blocks)).double().square().sum()
+    if isinstance(sharded := gradients[0], DTensor):
+        placements = [Partial() if placement.is_shard() else Replicate() for placement in sharded.placements]
+        squares = DTensor.from_local(squares, sharded.device_mesh, placements, run_check=False).full_tensor()
+    norm = squares.sqrt().float()
+    if max_norm is not None:
+        # 1e-6 as in torch: keeps a norm of zero from dividing.
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fullshard.accelerator import COMPUTE_DTYPE
@@ -20,6 +19,7 @@ from fullshard.evaluate import evaluate
 from fullshard.losses import IGNORED, next_token_loss_sum
 from fullshard.memory import GIB, MemoryMeasurement, host_rss_bytes, measure_memory, optimizer_bytes, tensor_bytes
 from fullshard.metrics import peak_flops, throughput, tokens_seen, training_flops_per_token
+from fullshard.optim import clip_by_global_norm_
 from fullshard.run import Run
 
 
@@ -69,9 +69,8 @@ def train_step(
             accelerator.backward(micro_loss * scale)
         loss_sum += micro_loss.detach()
     gradient_bytes = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), float("inf") if max_grad_norm is None else max_grad_norm)
-    if isinstance(grad_norm, DTensor):
-        grad_norm = grad_norm.full_tensor()
+    accelerator.unscale_gradients()  # Does nothing but under fp16.
+    grad_norm = clip_by_global_norm_(model.parameters(), max_norm=max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     learning_rate = float(schedule.get_last_lr()[0])
