@@ -31,6 +31,7 @@ SHAPE = {
     "num_hidden_layers": 22,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
+    "tie_word_embeddings": "false",
 }
 
 

@@ -77,8 +77,8 @@ WRONG_FILES = [
         "train.global_batch_size: 26: must be a multiple of train.micro_batch_size, 4; nearest that fit: 24 or 28",
     ),
     ("optim: {decay_steps: 5}", "optim.decay_steps: 5: not used by optim.schedule cosine; remove it or choose wsd"),
-    ("optim: {schedule: wsd}", "optim.decay_steps: null: wsd needs 1 to 380: train.max_steps - optim.warmup_steps"),
-    ("optim: {schedule: wsd, decay_steps: 390}", "optim.decay_steps: 390: wsd needs 1 to 380: train.max_steps - optim.warmup_steps"),
+    ("optim: {schedule: wsd}", "optim.decay_steps: null: wsd needs 1 to 880: train.max_steps - optim.warmup_steps"),
+    ("optim: {schedule: wsd, decay_steps: 890}", "optim.decay_steps: 890: wsd needs 1 to 880: train.max_steps - optim.warmup_steps"),
 ]
 
 # (arguments, the line)

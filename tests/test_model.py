@@ -95,6 +95,17 @@ def test_scaled_rope_buffers_are_those_of_transformers() -> None:
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq, rtol=0, atol=0)
 
 
+def unsharded_count() -> tuple[int, int]:
+    _, model = prepared()
+    return sharded_fraction(model, shards=2)
+
+
+def test_whole_parameters_do_not_count_as_sharded(pool: Any, reference: dict[str, Any]) -> None:
+    parameters = len(list(reference["model"].parameters()))
+    assert pool.run(unsharded_count, config="ddp.yaml") == [(0, parameters)] * 2
+    assert pool.run(unsharded_count, config="fsdp.yaml") == [(parameters, parameters)] * 2
+
+
 def test_weights_depend_on_seed_and_name_alone(reference: dict[str, Any]) -> None:
     other_seed = build_on_meta(llama_config(TINY))
     materialise(other_seed, device=torch.device("cpu"), seed=8)

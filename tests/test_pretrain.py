@@ -135,6 +135,46 @@ def test_second_run_in_a_folder_keeps_the_first(tmp_path: Path) -> None:
     assert "previous/1" in second.stdout
 
 
+def test_dropout_is_seeded_and_differs_between_ranks(tmp_path: Path) -> None:
+    first, second, other = (
+        launch(tmp_path / name, train__max_steps=2, model__attention_dropout=0.5, logging__sample_tokens=0, seed=seed).check()
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    assert first.column("train/loss") == second.column("train/loss")
+    assert first.column("train/loss") != other.column("train/loss")
+
+
+def test_a_folder_that_a_run_writes_to_is_refused(tmp_path: Path) -> None:
+    take = "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)"
+    code = f"import fcntl, os, sys, time\n{take}\nprint('locked', flush=True)\ntime.sleep(60)"
+    (tmp_path / "out").mkdir()
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        launched = launch(tmp_path / "out", train__max_steps=1)
+        holder.kill()
+    assert launched.returncode != 0
+    assert "another run is writing there; choose another folder" in launched.stderr
+
+
+@pytest.mark.parametrize("command", [[sys.executable], [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+def test_without_accelerate_launch_nothing_runs(tmp_path: Path, command: list[str]) -> None:
+    """Nothing would tell the ranks how to shard: torchrun would give unsharded DDP in fp32, in silence."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    result = subprocess.run(
+        [*command, "recipes/pretrain.py", "--output_dir", tmp_path],
+        cwd=ROOT,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "error: command line: not started by accelerate launch" in result.stderr
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("config", ["fsdp.yaml", "ddp.yaml"])
 def test_compile_per_layer_changes_nothing(tmp_path: Path, config: str) -> None:
     """dynamo_config in the accelerate YAML; backend aot_eager needs no C++ compiler and runs the same graph capture and partitioner."""

@@ -167,7 +167,7 @@ VARIANTS = [
     BASE + "dynamo_backend: EAGER",
     BASE + "mixed_precision: null\nmain_process_ip: null\ntpu_env: []\ntpu_use_cluster: false\ndowncast_bf16: 'no'\nrdzv_backend: static",
     fsdp(activation_checkpointing=True, activation_checkpointing_offload=True, offload_params=True, reshard_after_forward=False),
-    fsdp(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1000, state_dict_type="FULL_STATE_DICT"),
+    fsdp(auto_wrap_policy="NO_WRAP", state_dict_type="FULL_STATE_DICT"),
     fsdp(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap="LlamaDecoderLayer,Embedding"),
     "distributed_type: MULTI_GPU\nnum_processes: 3",
     "distributed_type: 'NO'",
@@ -296,9 +296,13 @@ def test_flags_of_the_launcher_are_checked_too(change: dict[str, str], line: str
     assert str(caught.value) == line
 
 
-def test_without_a_launcher_there_is_one_process() -> None:
+def test_without_accelerate_launch_is_an_error() -> None:
+    """torchrun sets WORLD_SIZE and nothing of Accelerate's; `distributed_type: 'NO'` through the launcher sets the precision."""
     assert launcher_yaml() is None
-    assert check_launch({}) == Placement()
+    for env in ({}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}):
+        with pytest.raises(UserError, match="not started by accelerate launch"):
+            check_launch(env)
+    assert check_launch({"ACCELERATE_MIXED_PRECISION": "no"}) == Placement()
 
 
 @pytest.mark.parametrize(

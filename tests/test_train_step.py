@@ -179,6 +179,60 @@ def test_bf16_is_close_to_fp32(pool: Any) -> None:
             assert all(p.dtype == torch.float32 for p in result["parameters"].values())
 
 
+@pytest.mark.parametrize(
+    ("world_size", "environment"),
+    [
+        (2, {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}),
+        (2, {"FSDP_RESHARD_AFTER_FORWARD": "false"}),
+        (2, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}),
+        (2, {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}),
+        (
+            4,
+            {
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                **{f"PARALLELISM_CONFIG_{axis}_SIZE": "1" for axis in ("TP", "CP", "SP")},
+                **{f"PARALLELISM_CONFIG_DP_{axis}_SIZE": "2" for axis in ("REPLICATE", "SHARD")},
+            },
+        ),
+    ],
+)
+def test_other_settings_of_the_yaml_change_nothing(pool: Any, world_size: int, environment: dict[str, str]) -> None:
+    """Wrapping, resharding, checkpointing, whole-model compile, HSDP 2 x 2."""
+    expected = reference()
+    for result in pool.run(steps, world_size=world_size, config="fsdp_fp32.yaml", environment=environment, micro_batch_size=2):
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+
+
+def broken_contracts() -> list[str]:
+    from fullshard.accelerator import check_precision
+
+    said = []
+    accelerator, model = prepared(TINY)
+
+    def tried(sharding: ShardingConfig) -> None:
+        try:
+            check_precision(accelerator, model, sharding=sharding)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    tried(ShardingConfig(reduce_dtype="bfloat16"))
+    accelerator.state._mixed_precision = "no" if accelerator.mixed_precision == "bf16" else "bf16"
+    tried(ShardingConfig())
+    model.bfloat16()
+    tried(ShardingConfig())
+    return said
+
+
+@pytest.mark.parametrize("config", ["fsdp.yaml", "fsdp_fp32.yaml", "ddp.yaml"])
+def test_a_broken_contract_is_seen(pool: Any, config: str) -> None:
+    for said in pool.run(broken_contracts, config=config):
+        if config != "ddp.yaml":  # Where build_accelerator refuses it before.
+            assert "gradient_reduction is torch.float32, the contract says bfloat16" in said.pop(0)
+        assert "the contract says" in said[0]
+        assert "master weights must be float32" in said[1]
+
+
 def contract() -> dict[str, Any]:
     from fullshard.accelerator import check_precision, precision_policies
 

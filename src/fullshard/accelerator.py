@@ -150,8 +150,12 @@ def check_precision(accelerator: Accelerator, model: nn.Module, *, sharding: Sha
         for key, dtype in kept.items():
             if f"torch.{contract[key]}" != str(dtype):
                 raise RuntimeError(f"unit {name or 'root'}: {key} is {dtype}, the contract says {contract[key]}")
-    if accelerator.is_fsdp2 and next(fsdp_units(model), None) is None:
-        raise RuntimeError("FSDP was asked for and no module was wrapped")
+    if accelerator.is_fsdp2:
+        if next(fsdp_units(model), None) is None:
+            raise RuntimeError("FSDP was asked for and no module was wrapped")
+    # Without FSDP the compute type is autocast's; Accelerate keeps the forward that it has wrapped in it.
+    elif ("_original_forward" in vars(accelerator.unwrap_model(model, keep_torch_compile=False))) != (contract["compute"] != "float32"):
+        raise RuntimeError(f"the contract says compute in {contract['compute']}, and the forward is not set up for it")
     return contract
 
 

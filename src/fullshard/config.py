@@ -5,7 +5,9 @@ Layer 0: imports neither torch nor transformers, so that a mistake in a YAML is 
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -49,7 +51,7 @@ class RopeParameters:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Fields of transformers' LlamaConfig, in its spelling. Defaults: the debug model, 2.5 M parameters."""
+    """Fields of transformers' LlamaConfig, in its spelling."""
 
     vocab_size: PositiveInt = 4096
     """Rows of the embedding; at least the tokenizer's size."""
@@ -241,6 +243,14 @@ ROPE_FIELDS = {
 def check_recipe(recipe: Recipe) -> None:
     """Raises UserError where two values contradict each other, whatever the machine."""
     model, data, train, optim, rope = recipe.model, recipe.data, recipe.train, recipe.optim, recipe.model.rope_parameters
+    if not recipe.output_dir.strip():
+        raise mistake(recipe, "output_dir", "name a folder")
+    if recipe.seed >= 2**32:
+        raise mistake(recipe, "seed", "must be less than 2**32, which NumPy's generator takes")
+    if "" in recipe.logging.sample_prompts:
+        raise mistake(recipe, "logging.sample_prompts", "a prompt must not be empty")
+    if recipe.evaluation.every and not recipe.evaluation.max_rows:
+        raise mistake(recipe, "evaluation.every", "nothing to evaluate: evaluation.max_rows is 0")
     if model.hidden_size % model.num_attention_heads:
         # transformers insists on it even where head_dim is set.
         raise mistake(recipe, "model.num_attention_heads", f"must divide model.hidden_size, {model.hidden_size}")
@@ -266,9 +276,15 @@ def check_recipe(recipe: Recipe) -> None:
     if optim.schedule != "wsd" and optim.decay_steps is not None:
         raise mistake(recipe, "optim.decay_steps", f"not used by optim.schedule {optim.schedule}; remove it or choose wsd")
     if optim.schedule == "wsd":
-        room = train.max_steps - optim.warmup_steps
+        room = max(0, train.max_steps - optim.warmup_steps)
         if optim.decay_steps is None or optim.decay_steps > room:
-            raise mistake(recipe, "optim.decay_steps", f"wsd needs 1 to {room}: train.max_steps - optim.warmup_steps")
+            raise mistake(
+                recipe,
+                "optim.decay_steps",
+                f"wsd needs 1 to {room}: train.max_steps - optim.warmup_steps"
+                if room
+                else f"no room after optim.warmup_steps, {optim.warmup_steps}, in train.max_steps, {train.max_steps}",
+            )
 
 
 def resolve_batch(recipe: Recipe, *, world_size: int) -> Recipe:
@@ -296,8 +312,10 @@ def gradient_accumulation_steps(train: TrainConfig, *, world_size: int) -> int:
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """Raises UserError where the run could not write its files. Makes the folder; leaves what is in it alone."""
+    """Raises UserError where the run could not write its files, or another run does. Makes the folder; leaves what is in it alone."""
     folder = Path(recipe.output_dir)
+    if os.environ.get("RANK", "0") == "0" and not _lock(folder):
+        raise mistake(recipe, "output_dir", "another run is writing there; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Asking for permission is no proof: a read-only or full file system, a quota, root.
@@ -305,6 +323,19 @@ def check_output_dir(recipe: Recipe) -> None:
             file.write(b"fullshard")
     except OSError as error:
         raise mistake(recipe, "output_dir", f"cannot be written: {error.strerror}; choose another folder") from None
+
+
+def _lock(folder: Path) -> bool:
+    """Keep `folder` for this process as long as it lives; False if another process has it. True where the file system knows no locks."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)  # Never closed: the lock is the process's.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _nearest_multiples(number: int, unit: int) -> str:

@@ -153,7 +153,12 @@ def _source(data: DataConfig, *, held_out: bool) -> Source:
             fix = "set data.evaluation_files or another data.evaluation_split, or evaluation.max_rows: 0"
             raise UserError(f"data.evaluation_split: {data.evaluation_split}: no held-out text; {fix}")
     arguments: dict[str, Any] = {"path": data.path, "split": split}
+    if data.evaluation_files and data.evaluation_split:
+        raise UserError(f"data.evaluation_split: {data.evaluation_split}: data.evaluation_files is set too; remove one")
     if data.path in FILE_BUILDERS:
+        for unused in ("name", "revision"):
+            if getattr(data, unused):
+                raise UserError(f"data.{unused}: {getattr(data, unused)}: of a Hub dataset, has no meaning with data.path: {data.path}")
         if not patterns:
             raise UserError(f"data.data_files: null: data.path: {data.path} reads files; list them here")
         if data.path == "text":
@@ -168,7 +173,7 @@ def _source(data: DataConfig, *, held_out: bool) -> Source:
 
 def _local_files(key: str, patterns: list[str]) -> list[Path]:
     """Files named by paths, folders and globs, each once, in the order of `patterns` and sorted within one."""
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # By the resolved path: two spellings are one file.
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
@@ -177,8 +182,8 @@ def _local_files(key: str, patterns: list[str]) -> list[Path]:
             files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not files:
             raise UserError(f"data.{key}: {pattern}: no such file")
-        found.update(dict.fromkeys(file for file in files if file.is_file()))
-    return list(found)
+        found |= {file.resolve(): file for file in files if file.is_file() and file.resolve() not in found}
+    return list(found.values())
 
 
 def _open_streams(source: Source, *, data: DataConfig, seed: int, own: range, world_size: int) -> dict[int, Stream]:

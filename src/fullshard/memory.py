@@ -229,6 +229,7 @@ def predict_memory(
     reshard_after_forward: bool = True,
     gradient_accumulation_steps: int = 1,
     activation_checkpointing: bool = False,
+    wrapped: bool = True,
 ) -> dict[str, int]:
     """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
 
@@ -242,7 +243,8 @@ def predict_memory(
         all that is gathered
       a layer's backward: layers' activations (one recomputed) + gathered + one unit's unsharded gradient (c) and its fp32 reduction input
       the last backward: gradients + gathered + the same two
-    with, from the second micro batch on, the gradients under each. Shards are padded to equal rows, which is left out.
+    with, from the second micro batch on, the gradients under each. Not wrapped: the model is one unit, gathered whole from
+    forward to backward. Shards are padded to equal rows, which is left out.
     """
     c = 4 if mixed_precision == "no" else 2
     counts = parameter_counts(model)
@@ -251,7 +253,8 @@ def predict_memory(
     local = -(-counts["total"] // shard_size) if sharded else counts["total"]
     parameters, gradients, optimizer = 4 * local, 4 * local, 8 * local
 
-    largest = max(counts["embedding"], counts["layer"], counts["tail"])
+    largest = max(counts["embedding"], counts["layer"], counts["tail"]) if wrapped else counts["total"]
+    reshard_after_forward = reshard_after_forward and wrapped
     if sharded:
         gathered = 2 * c * largest if reshard_after_forward else c * counts["total"]
         gathered_at_loss = c * counts["tail"] if reshard_after_forward else gathered

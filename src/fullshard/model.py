@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fullshard.config import ModelConfig
 from fullshard.errors import UserError
@@ -90,8 +91,8 @@ def _restore_rope_buffers(model: nn.Module, *, device: torch.device) -> None:
     """Recompute the inverse frequencies: they are in no state dict, and to_empty leaves them as garbage (PUBLIC_REPORTS O13)."""
     restored = set()
     for prefix, module in model.named_modules():
-        if type(module).__name__ == "LlamaRotaryEmbedding":
-            fresh = type(module)(module.config)
+        if isinstance(module, LlamaRotaryEmbedding):
+            fresh = LlamaRotaryEmbedding(module.config)
             for name, buffer in fresh.named_buffers():
                 module.register_buffer(name, buffer.to(device), persistent=False)
                 restored.add(f"{prefix}.{name}")
@@ -142,14 +143,14 @@ def _fill_normal(local: torch.Tensor, *, first_row: int, rows: int, std: float, 
 
 @torch.no_grad()
 def weights_hash(model: nn.Module) -> str:
-    """Hash over names and fp32 bytes of all parameters: equal exactly when the weights are, however they are sharded.
+    """Hash over names, shapes and fp32 bytes of all parameters: equal exactly when the weights are, however they are sharded.
 
     Collective. Gathers one parameter at a time, so that a rank never holds more than its shards and one whole parameter.
     """
     digest = xxhash.xxh3_128()
     for name, parameter in canonical_parameters(model):
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        digest.update(name.encode())
+        digest.update(f"{name} {tuple(whole.shape)}".encode())
         digest.update(whole.detach().contiguous().cpu().view(torch.uint8).numpy().data)
         del whole
     return digest.hexdigest()

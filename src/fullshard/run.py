@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +43,7 @@ class Run:
 
 def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module) -> Run:
     """Check what was prepared against what was asked, open the run folder and the trackers, print what is derived. Collective."""
+    set_seed(recipe.seed, device_specific=True)  # Dropout: other numbers on each rank, the same in each run.
     terminal = Terminal(main_process=accelerator.is_main_process)
     config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model)
     memory = _expected_memory(recipe=recipe, placement=placement)
@@ -65,13 +67,15 @@ def finish(
     """Print how it ended and a few completions, and close what `start` opened. Collective; nothing collective may follow."""
     wall_s = time.perf_counter() - run.started
     logging = recipe.logging
-    if logging.sample_tokens and logging.sample_prompts:
-        completions = complete(
-            accelerator, model, tokenizer=tokenizer, prompts=logging.sample_prompts, tokens=logging.sample_tokens, seed=recipe.seed
-        )
-        run.terminal.samples(zip(logging.sample_prompts, completions, strict=True))
     run.terminal.table("finished", _end_table(recipe=recipe, values=values, wall_s=wall_s))
-    run.log.close()
+    try:
+        if logging.sample_tokens and logging.sample_prompts:
+            completions = complete(
+                accelerator, model, tokenizer=tokenizer, prompts=logging.sample_prompts, tokens=logging.sample_tokens, seed=recipe.seed
+            )
+            run.terminal.samples(zip(logging.sample_prompts, completions, strict=True))
+    finally:  # A completion is a bonus: whatever becomes of it, the trackers have the run.
+        run.log.close()
 
 
 def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
@@ -114,6 +118,7 @@ def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, in
         reshard_after_forward=placement.reshard_after_forward,
         gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
         activation_checkpointing=placement.activation_checkpointing,
+        wrapped=placement.auto_wrap_policy != "NO_WRAP",
     )
 
 
@@ -141,6 +146,10 @@ def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any]
         "MULTI_GPU": f"DDP over {placement.num_processes} ranks, not sharded",
         "NO": "one process, not sharded",
     }[placement.distributed_type]
+    optim = recipe.optim
+    rate = f"{optim.schedule}, peak {optim.learning_rate:g} at step {optim.warmup_steps}"
+    if optim.warmup_steps > train.max_steps:
+        rate += f": not reached in {train.max_steps} steps"
     peak = ", ".join(f"{name} {memory[name] / GIB:.3f}" for name in ("parameters", "gradients", "optimizer", "gathered", "activations"))
     return [
         ("parameters", f"{derived['parameters']:,}"),
@@ -152,6 +161,7 @@ def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any]
             f"{train.global_batch_size} rows = micro_batch_size {train.micro_batch_size} x {placement.num_processes} ranks"
             f" x {derived['gradient_accumulation_steps']} accumulation steps",
         ),
+        ("learning rate", rate),
         ("tokens", f"{tokens:,} per step x {train.max_steps:,} steps = {tokens * train.max_steps:,}"),
         ("memory per rank", f"{memory['peak'] / GIB:.3f} GiB expected at the peak ({peak})"),
         ("initial weights", f"hash {derived['initial_weights_hash']}" if derived["initial_weights_hash"] else "not hashed"),
@@ -171,7 +181,7 @@ def _end_table(*, recipe: Recipe, values: dict[str, float], wall_s: float) -> li
         rows.insert(1, ("eval/loss", f"{values['eval/loss']:.4f} nats, perplexity {values['eval/perplexity']:.1f}, on held-out text"))
     if "memory/peak_allocated_gib" in values:
         predicted = values["memory/predicted_peak_gib"]
-        rows.insert(-1, ("peak memory", f"{values['memory/peak_allocated_gib']:.3f} GiB per rank, {predicted:.3f} expected"))
+        rows.insert(-1, ("peak memory", f"{values['memory/peak_allocated_gib']:.3f} GiB on rank 0, {predicted:.3f} expected"))
     return rows
 
 

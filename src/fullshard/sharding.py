@@ -261,6 +261,9 @@ def _yaml_of_command(words: list[str], folder: Path, env: Mapping[str, str]) -> 
 def check_launch(env: Mapping[str, str] | None = None) -> Placement:
     """Placement of this rank; the YAML that the launcher was given, if any, is checked first. UserError names the file where it can."""
     env = os.environ if env is None else env
+    if "ACCELERATE_MIXED_PRECISION" not in env:  # Set by accelerate launch, whatever the YAML.
+        fix = "nothing says how to shard; start with `accelerate launch --config_file accelerate_configs/fsdp.yaml ...`"
+        raise UserError(f"{COMMAND_LINE}: not started by accelerate launch: {fix}")
     path = launcher_yaml()
     checked = check_accelerate_yaml(path) if path is not None else {}
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and checked.get("distributed_type", "NO") != "NO":
@@ -334,6 +337,9 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
         raise _mistake(source, "fsdp_version", version, "FSDP1 is not supported yet; pass 2")
     if flag("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"):
         raise _mistake(source, "fsdp_cpu_ram_efficient_loading", True, _META)
+    if (policy := env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()) == "SIZE_BASED_WRAP":
+        fix = "not supported: Accelerate 1.15 wraps the list of layers, which has no forward; use TRANSFORMER_BASED_WRAP"
+        raise _mistake(source, "fsdp_auto_wrap_policy", policy, fix)
     replicate, shard = 1, processes
     if flag("ACCELERATE_USE_PARALLELISM_CONFIG", "false"):
         replicate, shard = (int(env.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1")) for axis in ("REPLICATE", "SHARD"))
@@ -352,7 +358,7 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
         dp_replicate_size=replicate,
         dp_shard_size=shard,
         reshard_after_forward=flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
-        auto_wrap_policy=env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper(),
+        auto_wrap_policy=policy,
         transformer_cls_names_to_wrap=tuple(classes.split(",")) if classes else (),
         min_num_params=int(env.get("FSDP_MIN_NUM_PARAMS", "0")),
         state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT").upper(),

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fullshard.accelerator import COMPUTE_DTYPE
 from fullshard.config import Recipe
+from fullshard.errors import UserError
 from fullshard.evaluate import evaluate
 from fullshard.losses import IGNORED, next_token_loss_sum
 from fullshard.memory import GIB, MemoryMeasurement, host_rss_bytes, measure_memory, optimizer_bytes, tensor_bytes
@@ -167,6 +168,11 @@ def train(
                 values |= {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
             run.log.log(step, values)
             run.terminal.log(step, values)
+            if not math.isfinite(values["train/loss"]) or not math.isfinite(values["train/grad_norm"]):
+                # Both are the same on every rank, so all stop here.
+                run.log.close()
+                fix = "weights are lost; lower optim.learning_rate or raise optim.warmup_steps"
+                raise UserError(f"step {step}: train/loss {values['train/loss']}, train/grad_norm {values['train/grad_norm']}: {fix}")
             # After the evaluation: its time is not training time.
             window_start, window_steps, data_wait_s = time.perf_counter(), 0, 0.0
     return values

@@ -1,0 +1,38 @@
+"""What a benchmark promises, where it is a bound and not a speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_rank_starts_a_1b_model_in_its_shards_and_little_more() -> None:
+    """Peak RSS of each of 2 ranks, beyond its imports, under 0.75 of the whole fp32 model; half of it are the shards."""
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate_configs/fsdp.yaml",
+        "benchmarks/init_memory.py",
+    ]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout.splitlines()[-1])
+    assert measured["parameters"] == 1_100_048_384
+    assert measured["parameters_sharded"] == [201, 201]
+    assert 0.5 < measured["share_of_whole_model"] < 0.75
+
+
+def test_readme_quotes_the_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "records" / "init_memory.json").read_text())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{record['peak_rss_beyond_imports_gib']:.2f} GiB" in readme
+    assert f"{record['share_of_whole_model']:.2f} of the whole model" in readme
