@@ -308,17 +308,17 @@ def test_without_accelerate_launch_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("python /env/bin/accelerate launch --config_file a/x.yaml train.py --config y.yaml", "/work/a/x.yaml"),
+        ("python /env/bin/accelerate launch --config_file a/x.yaml train.py --config y.yaml", "/home/me/a/x.yaml"),
         ("python /env/bin/accelerate launch --num_processes 2 --config_file=/a/x.yaml train.py", "/a/x.yaml"),
-        ("python -m accelerate.commands.launch --config-file x.yaml train.py", "/work/x.yaml"),
-        ("python /env/bin/accelerate-launch --config_file x.yaml -m train", "/work/x.yaml"),
+        ("python -m accelerate.commands.launch --config-file x.yaml train.py", "/home/me/x.yaml"),
+        ("python /env/bin/accelerate-launch --config_file x.yaml -m train", "/home/me/x.yaml"),
         ("python /env/bin/accelerate launch train.py --config_file x.yaml", None),
         ("python train.py --config_file x.yaml", None),
         ("/bin/bash launch --config_file x.yaml", None),
     ],
 )
 def test_the_launchers_command_line_names_the_yaml(command: str, expected: str | None) -> None:
-    path = sharding._yaml_of_command(command.split(), Path("/work"), {"HF_HOME": "/nowhere"})
+    path = sharding._yaml_of_command(command.split(), Path("/home/me"), {"HF_HOME": "/nowhere"})
     assert path == (Path(expected) if expected else None)
 
 
