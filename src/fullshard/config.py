@@ -278,13 +278,10 @@ def check_recipe(recipe: Recipe) -> None:
     if optim.schedule == "wsd":
         room = max(0, train.max_steps - optim.warmup_steps)
         if optim.decay_steps is None or optim.decay_steps > room:
-            raise mistake(
-                recipe,
-                "optim.decay_steps",
-                f"wsd needs 1 to {room}: train.max_steps - optim.warmup_steps"
-                if room
-                else f"no room after optim.warmup_steps, {optim.warmup_steps}, in train.max_steps, {train.max_steps}",
-            )
+            fix = f"wsd needs 1 to {room}: train.max_steps - optim.warmup_steps"
+            if not room:
+                fix = f"no room after optim.warmup_steps, {optim.warmup_steps}, in train.max_steps, {train.max_steps}"
+            raise mistake(recipe, "optim.decay_steps", fix)
 
 
 def resolve_batch(recipe: Recipe, *, world_size: int) -> Recipe:
@@ -296,7 +293,7 @@ def resolve_batch(recipe: Recipe, *, world_size: int) -> Recipe:
     if world_size > rows:
         raise mistake(recipe, "train.global_batch_size", f"fewer rows than processes, {world_size}; start at most {rows}")
     if streams % world_size:
-        fits = ", ".join(str(n) for n in range(1, streams + 1) if streams % n == 0)
+        fits = ", ".join(map(str, divisors(streams)))
         raise mistake(recipe, "data.num_streams", f"must be a multiple of the number of processes, {world_size}; it fits {fits} processes")
     if rows % (micro * world_size):
         near = _nearest_multiples(rows, micro * world_size)
@@ -314,10 +311,10 @@ def gradient_accumulation_steps(train: TrainConfig, *, world_size: int) -> int:
 def check_output_dir(recipe: Recipe) -> None:
     """Raises UserError where the run could not write its files, or another run does. Makes the folder; leaves what is in it alone."""
     folder = Path(recipe.output_dir)
-    if os.environ.get("RANK", "0") == "0" and not _lock(folder):
-        raise mistake(recipe, "output_dir", "another run is writing there; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("RANK", "0") == "0" and not _lock(folder):
+            raise mistake(recipe, "output_dir", "another run is writing there; choose another folder")
         # Asking for permission is no proof: a read-only or full file system, a quota, root.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"fullshard")
@@ -328,7 +325,6 @@ def check_output_dir(recipe: Recipe) -> None:
 def _lock(folder: Path) -> bool:
     """Keep `folder` for this process as long as it lives; False if another process has it. True where the file system knows no locks."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)  # Never closed: the lock is the process's.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -336,6 +332,11 @@ def _lock(folder: Path) -> bool:
     except OSError:
         return True
     return True
+
+
+def divisors(number: int) -> list[int]:
+    """In rising order, 1 and `number` included."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _nearest_multiples(number: int, unit: int) -> str:

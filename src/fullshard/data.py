@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.config import DataConfig
+from fullshard.config import DataConfig, divisors
 from fullshard.errors import UserError, one_line
 from fullshard.hub import ask_hub
 
@@ -63,7 +63,7 @@ def train_rows(
 
     if data.num_streams % world_size:
         raise UserError(
-            f"data.num_streams: {data.num_streams}: not divisible by {world_size} processes; use {_divisors(data.num_streams)} processes"
+            f"data.num_streams: {data.num_streams}: not divisible by {world_size} processes; use {divisors(data.num_streams)} processes"
         )
     if global_batch_size % world_size:
         raise UserError(f"train.global_batch_size: {global_batch_size}: not a multiple of the number of processes, {world_size}")
@@ -287,10 +287,6 @@ def _shuffled(items: Iterable[int], *key: int | str) -> list[int]:
     shuffled = list(items)
     random.Random("/".join(map(str, key))).shuffle(shuffled)
     return shuffled
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _is_utf8(path: Path) -> bool:

@@ -35,7 +35,7 @@ class StepResult:
     learning_rate: float
     """At which the step was taken."""
     gradient_bytes: int
-    """Of this rank's gradients before they were freed."""
+    """Of this rank's gradients before they were freed; 0 where nothing was measured."""
 
 
 def train_step(
@@ -55,7 +55,6 @@ def train_step(
     inputs, targets: [rows, sequence_length]; the number of micro batches must be the same on every rank; a target may be IGNORED.
     The loss and its gradient are means over all target tokens of all ranks and micro batches, not means of means (PUBLIC_REPORTS O01, O02).
     """
-    measurement = measurement or MemoryMeasurement()
     target_tokens = accelerator.reduce((targets != IGNORED).sum(), reduction="sum")
     # FSDP and DDP average gradients over ranks; the loss below is to be summed.
     scale = accelerator.num_processes / target_tokens.clamp(min=1)
@@ -63,13 +62,13 @@ def train_step(
     micro_batches = list(zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True))
     for index, (micro_inputs, micro_targets) in enumerate(micro_batches):
         with _gradient_sync(accelerator, model, last=index == len(micro_batches) - 1):
-            with measurement.forward():
+            with measurement.forward() if measurement else nullcontext():
                 logits = model(input_ids=micro_inputs, use_cache=False).logits  # [micro_batch_size, sequence_length, vocab_size]
                 micro_loss = next_token_loss_sum(logits, micro_targets)
             del logits
             accelerator.backward(micro_loss * scale)
         loss_sum += micro_loss.detach()
-    gradient_bytes = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    gradient_bytes = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None) if measurement else 0
     accelerator.unscale_gradients()  # Does nothing but under fp16.
     grad_norm = clip_by_global_norm_(model.parameters(), max_norm=max_grad_norm)
     optimizer.step()
@@ -125,7 +124,7 @@ def train(
                     targets=rows[:, 1:],
                     micro_batch_size=train.micro_batch_size,
                     max_grad_norm=train.max_grad_norm,
-                    measurement=measurement,
+                    measurement=measurement if logged else None,
                 )
             run.terminal.advance(step)
             window_steps += 1
