@@ -5,6 +5,7 @@ Starting a process and importing torch, accelerate and transformers costs second
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -28,9 +29,12 @@ def _serve(connection: Connection) -> None:
     clean = dict(os.environ)
     while True:
         try:
-            function, arguments, environment, rendezvous = connection.recv()
-        except (EOFError, ConnectionResetError):  # The pool was closed.
+            task = connection.recv()
+        except (EOFError, ConnectionResetError):
+            task = None
+        if task is None:  # The pool was closed.
             return
+        function, arguments, environment, rendezvous = task
         os.environ.clear()
         os.environ.update(clean)
         os.environ.update(environment)
@@ -109,6 +113,9 @@ class GlooPool:
 
     def close(self) -> None:
         for process, connection in self._workers:
+            # Not the closing alone: a loader worker that a test forked may hold a copy of our end.
+            with contextlib.suppress(OSError):
+                connection.send(None)
             connection.close()
             process.join(5)
             process.kill()

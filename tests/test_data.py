@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from fullshard.assets.train_tokenizer import VOCAB_SIZE, bytes_per_token, train_tokenizer
 from fullshard.config import DataConfig
-from fullshard.data import evaluation_rows, stdlib_files, train_rows
+from fullshard.data import Batches, evaluation_rows, train_batches
 from fullshard.errors import UserError
+from fullshard.sources import list_corpus, stdlib_files
 from fullshard.tokenizer import BUNDLED_TOKENIZER, END_OF_TEXT, load_tokenizer
 
 NUM_STREAMS = 12
@@ -43,15 +44,25 @@ def corpus(tmp_path: Path) -> DataConfig:
         evaluation_files=[f"{tmp_path}/held_out"],
         sequence_length=32,
         num_streams=NUM_STREAMS,
+        num_workers=0,
     )
 
 
-def rows(data: DataConfig, tokenizer, *, rank: int = 0, world_size: int = 1, global_batch_size: int = 24, seed: int = 0):
-    return train_rows(data=data, tokenizer=tokenizer, seed=seed, rank=rank, world_size=world_size, global_batch_size=global_batch_size)
+def rows(data: DataConfig, tokenizer, *, rank: int = 0, world_size: int = 1, global_batch_size: int = 24, seed: int = 0) -> Batches:
+    return train_batches(
+        data=data,
+        tokenizer=tokenizer,
+        corpus=list_corpus(data, held_out=False),
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        global_batch_size=global_batch_size,
+    )
 
 
 def held_out_rows(data: DataConfig, tokenizer, *, rank: int = 0, world_size: int = 1, max_rows: int = 7) -> torch.Tensor:
-    return evaluation_rows(data=data, tokenizer=tokenizer, rank=rank, world_size=world_size, max_rows=max_rows)
+    corpus = list_corpus(data)
+    return evaluation_rows(data=data, tokenizer=tokenizer, corpus=corpus, rank=rank, world_size=world_size, max_rows=max_rows)
 
 
 def documents(data: DataConfig, tokenizer, *, count: int, stream: int = 0, seed: int = 0) -> list[str]:
@@ -104,7 +115,7 @@ def test_each_epoch_reads_every_document_once_in_another_order(corpus, tokenizer
 
 def test_row_stream_is_the_documents_and_one_end_of_text_each(corpus, tokenizer):
     """Rows laid end to end are encode(document) + [eos], one after the other: nothing dropped or doubled at a border of rows or epochs."""
-    data = replace(corpus, num_streams=1)
+    data = replace(corpus, num_streams=1, num_workers=0)
     read = documents(data, tokenizer, count=90)
     expected = list(
         itertools.chain.from_iterable([*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in read)
@@ -142,7 +153,7 @@ def test_other_builders_and_local_datasets_take_the_same_path(tmp_path, tokenize
     for name in ("train-0", "train-1", "validation-0"):
         lines = [json.dumps({"id": n, "content": f"{name} {n} " * 20}) for n in range(30)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    small = DataConfig(text_column="content", num_streams=2, sequence_length=64)
+    small = DataConfig(text_column="content", num_streams=2, sequence_length=64, shuffle_window=1, num_workers=0)
     files = replace(small, path="json", data_files=[f"{tmp_path}/train-*.jsonl"], evaluation_files=[f"{tmp_path}/validation-0.jsonl"])
     folder = replace(small, path=str(tmp_path), evaluation_split="validation")
     for data in (files, folder):
@@ -238,13 +249,16 @@ def test_tokenizer_without_end_of_text(tmp_path):
     ("changes", "message"),
     [
         ({"num_streams": 5}, r"data\.num_streams: 5: not divisible by 2 processes; use \[1, 5\] processes"),
-        ({"num_streams": 24, "data_files": ["{tmp}/train/1*.txt"]}, r"data\.num_streams: 24: only 11 files .* set it to at most 10"),
+        (
+            {"num_streams": 24, "data_files": ["{tmp}/train/1*.txt"]},
+            r"data\.num_streams: 24: .* has only 11 files, .* set it to at most 11",
+        ),
         ({"data_files": ["{tmp}/train/1*.txt", "{tmp}/nothing/*.txt"]}, r"data\.data_files: \S+/nothing/\*\.txt: no such file"),
         ({"data_files": None}, r"data\.data_files: null: .*list them here"),
         ({"text_column": "body"}, r"data\.text_column: body: no such column; there are text"),
-        ({"split": "validation"}, r"data\.data_files: .*Bad split: validation"),
+        ({"split": "validation"}, r"data\.split: validation: has no meaning with data\.path: text"),
         ({"path": "json"}, r"\.txt: .*JSON"),
-        ({"path": "parquet"}, r"data\.data_files: .*[Pp]arquet"),
+        ({"path": "parquet"}, r"\S+\.txt: Parquet magic bytes not found"),
         ({"path": "nobody/no-such-dataset", "data_files": None}, r"data\.path: nobody/no-such-dataset: not found"),
         ({"path": "stdlib"}, r"data\.data_files: .* has no meaning with data\.path: stdlib"),
     ],
@@ -274,29 +288,34 @@ def test_mistakes_in_held_out_data_are_one_line(corpus, tokenizer, tmp_path, cha
     assert "\n" not in str(error.value)
 
 
-def test_a_process_that_stops_in_the_middle_of_a_stream_ends_in_silence(corpus):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_process_that_stops_in_the_middle_of_a_stream_ends_in_silence(corpus, workers):
     script = """
 import sys
 from fullshard.config import DataConfig
-from fullshard.data import train_rows
+from fullshard.data import train_batches
+from fullshard.sources import list_corpus
 from fullshard.tokenizer import load_tokenizer
-data = DataConfig(path="text", data_files=[sys.argv[1]], num_streams=2, sequence_length=32)
-rows = train_rows(data=data, tokenizer=load_tokenizer("bundled"), seed=0, rank=0, world_size=1, global_batch_size=2)
-next(rows)
+data = DataConfig(path="text", data_files=[sys.argv[1]], num_streams=2, sequence_length=32, num_workers=int(sys.argv[2]))
+corpus = list_corpus(data, held_out=False)
+batches = train_batches(
+    data=data, tokenizer=load_tokenizer("bundled"), corpus=corpus, seed=0, rank=0, world_size=1, global_batch_size=2
+)
+next(batches)
 """
-    ended = subprocess.run([sys.executable, "-c", script, corpus.data_files[0]], capture_output=True, text=True, check=False)
+    ended = subprocess.run([sys.executable, "-c", script, corpus.data_files[0], str(workers)], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_bad_bytes_are_named(tmp_path, tokenizer):
     (tmp_path / "[bad].txt").write_bytes(b"\xff\xfe" * 40)
-    data = DataConfig(path="text", data_files=[str(tmp_path / "[bad].txt")], num_streams=1, sequence_length=8)
-    with pytest.raises(UserError, match=r"\[bad\]\.txt: 'utf-8' codec can't decode"):
+    data = DataConfig(path="text", data_files=[str(tmp_path / "[bad].txt")], num_streams=1, sequence_length=8, num_workers=0)
+    with pytest.raises(UserError, match=r"\[bad\]\.txt: row 0: 'utf-8' codec can't decode"):
         rows(data, tokenizer)
 
 
 def test_source_without_documents_ends(tmp_path, tokenizer):
     (tmp_path / "a.csv").write_text("text\n", encoding="utf-8")
-    data = DataConfig(path="csv", data_files=[str(tmp_path / "a.csv")], num_streams=1)
+    data = DataConfig(path="csv", data_files=[str(tmp_path / "a.csv")], num_streams=1, num_workers=0)
     with pytest.raises(UserError, match="stream 0 of 1 has no document"):
         rows(data, tokenizer)

@@ -87,32 +87,80 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Text -> tokens -> packed rows of sequence_length + 1."""
+class SourceConfig:
+    """One source of documents among several (`data.mixture`); the same keys stand in `data` itself for a single one."""
 
-    path: str = "stdlib"
-    """`stdlib` (the running interpreter's standard library), a Hub name, or a builder of `datasets` (`text`, `json`, `parquet`, ...)."""
+    path: str = ""
+    """`stdlib` (the running interpreter's standard library), a Hub name, a folder, or a builder of `datasets` (`text`, `json`, ...)."""
     name: str | None = None
     """Configuration of a Hub dataset."""
     revision: str | None = None
     """Commit, tag or branch of a Hub dataset."""
     data_files: list[str] | None = None
-    """Training files for a builder: paths, globs or URLs. Every file belongs to one logical stream."""
+    """Files: paths, folders, globs or URLs."""
     split: str = "train"
-    """Training split of a Hub dataset."""
-    evaluation_files: list[str] | None = None
-    """Held-out files for a builder."""
-    evaluation_split: str | None = None
-    """Held-out split of a Hub dataset."""
+    """Split of a Hub dataset or folder."""
     text_column: str = "text"
     """Column that holds a document's text."""
+    tokens_column: str | None = None
+    """Column that holds a document's token ids; then nothing is tokenized."""
+    weight: PositiveFloat = 1.0
+    """Share of the training tokens, relative to the other sources'."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Documents -> tokens -> packed rows of sequence_length + 1."""
+
+    path: str = "stdlib"
+    """`stdlib` (the running interpreter's standard library), a Hub name, a folder, or a builder of `datasets` (`text`, `json`, ...)."""
+    name: str | None = None
+    """Configuration of a Hub dataset."""
+    revision: str | None = None
+    """Commit, tag or branch of a Hub dataset."""
+    data_files: list[str] | None = None
+    """Training files: paths, folders, globs or URLs."""
+    split: str = "train"
+    """Training split of a Hub dataset or folder."""
+    text_column: str = "text"
+    """Column that holds a document's text."""
+    tokens_column: str | None = None
+    """Column that holds a document's token ids; then nothing is tokenized."""
+    mixture: list[SourceConfig] = field(default_factory=list)
+    """Several sources with weights, instead of the keys above. Weights hold in tokens."""
+    evaluation_files: list[str] | None = None
+    """Held-out files."""
+    evaluation_split: str | None = None
+    """Held-out split of a Hub dataset or folder."""
+    evaluation_path: str | None = None
+    """Held-out source of its own, as `path`; with evaluation_files and evaluation_split."""
+    evaluation_name: str | None = None
+    """Configuration of evaluation_path on the Hub."""
+    evaluation_documents: NonNegativeInt = 0
+    """The first so many documents of each source are held out instead of files or a split."""
     tokenizer: str = "bundled"
     """`bundled` (byte-level BPE, 4,096 tokens), a folder, a tokenizer.json, or a Hub name."""
     sequence_length: PositiveInt = 128
     """Tokens per row that the model sees; at most model.max_position_embeddings."""
     num_streams: PositiveInt = 384
-    """Logical streams, each with files of its own: so many files are mixed. The data order is theirs, not the machine's. A multiple of the
-    number of processes."""
+    """Logical streams into which the files are cut and from which a batch takes its rows in turn: so many places are mixed. The data order
+    is theirs, not the machine's. A multiple of the number of processes."""
+    shuffle_window: PositiveInt = 256
+    """Documents of a stream that are put in random order together; 1 keeps the order within a file. Files are always shuffled."""
+    carry_remainder: bool = True
+    """What an epoch of a stream leaves over after its last full row begins the next epoch's first row; false drops it."""
+    document_mask: bool = False
+    """Attention and positions restart at each document of a row, and its first token is no target. False: a row is one context."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What a row or file that cannot be read does: stops the run, or is left out and counted."""
+    num_workers: NonNegativeInt = 1
+    """Loader processes per rank, which read and tokenize ahead; 0: the training process does it. The order does not depend on it."""
+    max_retries: NonNegativeInt = 8
+    """Times in a row that a read is tried again after a connection error, with growing waits; then the run saves and stops."""
+    timeout_seconds: PositiveFloat = 30.0
+    """Silence of a remote file after which a read is given up and tried again."""
+    log_documents: bool = False
+    """Write which documents each row holds to <output_dir>/documents/, for debugging."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +220,16 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run saves, and from what it continues."""
+
+    every: NonNegativeInt = 0
+    """Optimizer steps between checkpoints; the last step is saved too. 0: only where a lost data source ends the run."""
+    resume: str = "never"
+    """`never`; `auto`: from the newest checkpoint in output_dir, or from the start if there is none; or the folder of a checkpoint."""
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """Terminal, metrics.jsonl, trackers."""
 
@@ -198,7 +256,7 @@ class Recipe:
     """A pretraining run."""
 
     output_dir: str = "runs/debug"
-    """Folder of the run: config.yaml, metrics.jsonl, wandb/."""
+    """Folder of the run: config.yaml, metrics.jsonl, checkpoints/, wandb/."""
     seed: NonNegativeInt = 0
     """Of initial weights, data order and dropout."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -207,6 +265,7 @@ class Recipe:
     optim: OptimConfig = field(default_factory=OptimConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Not a key of the recipe. Dotted key -> file or `command line` that set it; under "" the file, if any. For error messages."""
@@ -268,6 +327,7 @@ def check_recipe(recipe: Recipe) -> None:
             raise mistake(recipe, f"model.rope_parameters.{name}", f"not used by rope_type {rope.rope_type}; remove it or choose another")
     if rope.low_freq_factor and rope.high_freq_factor and rope.low_freq_factor >= rope.high_freq_factor:
         raise mistake(recipe, "model.rope_parameters.low_freq_factor", f"must be less than high_freq_factor, {rope.high_freq_factor}")
+    _check_data(recipe)
     if data.sequence_length > model.max_position_embeddings:
         raise mistake(recipe, "data.sequence_length", f"must be at most model.max_position_embeddings, {model.max_position_embeddings}")
     if train.global_batch_size % (micro := train.micro_batch_size or 1):
@@ -282,6 +342,25 @@ def check_recipe(recipe: Recipe) -> None:
             if not room:
                 fix = f"no room after optim.warmup_steps, {optim.warmup_steps}, in train.max_steps, {train.max_steps}"
             raise mistake(recipe, "optim.decay_steps", fix)
+
+
+def _check_data(recipe: Recipe) -> None:
+    data = recipe.data
+    single = SourceConfig()
+    for number, source in enumerate(data.mixture):
+        if not source.path:
+            raise mistake(recipe, "data.mixture", f"source {number + 1} has no path")
+    if data.mixture:
+        for name in ("path", "name", "revision", "data_files", "split", "text_column", "tokens_column"):
+            if f"data.{name}" in recipe.sources and getattr(data, name) != getattr(single, name):
+                raise mistake(recipe, f"data.{name}", "has no meaning beside data.mixture; write it into each of its sources")
+        if data.evaluation_split and not data.evaluation_path:
+            raise mistake(recipe, "data.evaluation_split", "of which source of data.mixture? Name it in data.evaluation_path")
+    for name in ("evaluation_files", "evaluation_split", "evaluation_path"):
+        if data.evaluation_documents and getattr(data, name):
+            raise mistake(recipe, "data.evaluation_documents", f"data.{name} is set too; remove one")
+    if data.evaluation_name and not data.evaluation_path:
+        raise mistake(recipe, "data.evaluation_name", "has no meaning without data.evaluation_path")
 
 
 def resolve_batch(recipe: Recipe, *, world_size: int) -> Recipe:
@@ -332,6 +411,12 @@ def _lock(folder: Path) -> bool:
     except OSError:
         return True
     return True
+
+
+def sources_of(data: DataConfig) -> list[SourceConfig]:
+    """The training sources: those of the mixture, or the single one that `data` itself describes."""
+    keys = ("path", "name", "revision", "data_files", "split", "text_column", "tokens_column")
+    return list(data.mixture) or [SourceConfig(**{key: getattr(data, key) for key in keys})]
 
 
 def divisors(number: int) -> list[int]:

@@ -1,297 +1,408 @@
-"""Text -> documents -> tokens -> packed rows, in an order that belongs to the recipe and not to the machine.
+"""A rank's batches: rows of the logical streams, in an order that belongs to the recipe and not to the machine.
 
-The training files are dealt to `num_streams` logical streams. Row n of the run, counted over all steps, comes from stream
-n % num_streams; a rank owns the streams with stream % world_size == rank and opens no file of another. So the global batch at step k is the
-same at any world size that divides num_streams. More streams mix more files. Everything is read through `datasets` in streaming mode: the
-standard library, local files and the Hub take one path.
+The files are cut into `num_streams` logical streams. Row n of the run, counted over all steps, comes from stream n % num_streams; a rank
+owns the streams with stream % world_size == rank and reads nothing of the others. So the global batch at step k is the same at any world
+size that divides num_streams, and with any number of loader workers, each of which has streams of its own.
 """
 
 from __future__ import annotations
 
-import copy
-import glob
+import contextlib
+import hashlib
 import itertools
-import random
-import sysconfig
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
 from fullshard.config import DataConfig, divisors
-from fullshard.errors import UserError, one_line
-from fullshard.hub import ask_hub
+from fullshard.errors import UserError
+from fullshard.readers import Piece, Reading, Tally, documents, read_amplification
+from fullshard.sources import Corpus
+from fullshard.streams import START, Position, Row, deal, encoder, pack, reading_of, shuffled, tokenized, whole, windows_of
+from fullshard.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
-    import torch
-    from datasets import IterableDataset
     from transformers import PreTrainedTokenizerFast
 
-Encode = Callable[[str], list[int]]
-
-FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")  # Builders of `datasets` that read local files.
-HELD_OUT_EVERY = 20  # One file in so many of the standard library is held out.
 HELD_OUT_GROUPS = 32
+CHUNK_ROWS = 8  # Rows that a worker hands over at once.
+PREFETCHED_CHUNKS = 4  # Per worker.
+GOLDEN, SILVER = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC908  # 2**64 / the golden ratio; 2**64 * (sqrt(2) - 1).
 
 
-def stdlib_files() -> tuple[list[Path], list[Path]]:
-    """(training, held-out) Python files of the running interpreter's standard library, sorted by relative path.
+@dataclass(frozen=True)
+class Chunk:
+    """What a worker hands over: rows of its streams, in order, and what went wrong while they were made."""
 
-    A file is held out by a hash of its relative path, so that it is held out on every machine and in every version of Python that has it.
+    rows: list[tuple[int, Row]]
+    """(place in the rank's order, row)"""
+    retries: int = 0
+    bad_rows: int = 0
+    notes: tuple[tuple[str, str], ...] = ()
+    """(subject, line)"""
+    failure: str | None = None
+    """A UserError's message, after which nothing comes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides a rank's rows; the same for each of its workers."""
+
+    data: DataConfig
+    seed: int
+    readings: list[Reading]
+    """Of each source."""
+    dealt: list[list[list[Piece]]]
+    """Pieces by source and stream."""
+    weights: list[float]
+    encode: Callable[[list[str]], list[np.ndarray]]
+    end_of_text: int
+    own: range
+    """The rank's streams."""
+
+
+class Batches:
+    """Endless iterator over this rank's rows of each global batch, int64 [global_batch_size // world_size, sequence_length + 1].
+
+    Inputs are row[:-1], targets row[1:]; rows do not overlap. `next` raises UserError when the data cannot be read; `position` is then
+    still that of the last batch. The first batch is made when the object is: a mistake in the recipe shows there.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "__pycache__"}
-    training: list[Path] = []
-    held_out: list[Path] = []
-    for relative in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
-        if skipped.isdisjoint(relative.split("/")) and _is_utf8(root / relative):
-            (held_out if zlib.crc32(relative.encode()) % HELD_OUT_EVERY == 0 else training).append(root / relative)
-    return training, held_out
+
+    def __init__(self, plan: Plan, *, position: dict[str, Any], order: dict[str, Any], rows_per_step: int, log: Path | None) -> None:
+        self._plan, self._order, self._rows_per_step, self._log = plan, order, rows_per_step, log
+        self._world_size, self._rank = plan.own.step, plan.own.start
+        self._consumed: int = position["rows"]  # Of the run: all ranks, all steps.
+        self._streams: dict[str, list[Position]] = {
+            str(number): [_position(values) for values in position["streams"].get(str(number), [START] * len(plan.readings))]
+            for number in plan.own
+        }
+        self._tally = Tally()
+        self._rows = _in_order(plan, first=-(-(self._consumed - self._rank) // self._world_size), streams=self._streams, tally=self._tally)
+        self._cut_log()
+        # Rows that are not given out yet, or why there are none. Not the exception: its traceback would keep all this alive, workers too.
+        self._held: list[Row] | str | None = self._read()
+        if isinstance(self._held, str):
+            raise UserError(self._held)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        rows, self._held = self._held if self._held is not None else self._read(), None
+        if isinstance(rows, str):
+            self._held = rows
+            raise UserError(rows)
+        first = self._consumed
+        for place, row in enumerate(rows):
+            number = self._number(place)
+            self._streams[str(number % self._plan.data.num_streams)][row.source] = row.position
+            if self._log is not None:
+                self._write(number, row)
+        self._consumed = first + self._rows_per_step * self._world_size
+        return torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64))
+
+    def position(self) -> dict[str, Any]:
+        """This rank's part of where the run is in its data, after the last batch: small, JSON. See merge_positions."""
+        return {
+            "rows": self._consumed,
+            "streams": {number: [list(position) for position in positions] for number, positions in self._streams.items()},
+            "order": self._order,
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Reads that were tried again and rows that were skipped so far, by this rank."""
+        return {"retries": self._tally.retries, "bad_rows": self._tally.bad_rows}
+
+    def note(self, subject: str, line: str) -> None:
+        """Add a line to show."""
+        self._tally.note(f"{subject} (at the start)", line)
+
+    def notes(self) -> dict[str, str]:
+        """Lines to show by what they are about, each given once: a source that was retried, a file of which rows were skipped."""
+        return dict(self._tally.take_notes())
+
+    def _number(self, place: int) -> int:
+        """Row of the run that is this rank's row `place` of the next step."""
+        return self._consumed + (self._rank - self._consumed) % self._world_size + place * self._world_size
+
+    def _read(self) -> list[Row] | str:
+        try:
+            return list(itertools.islice(self._rows, self._rows_per_step))
+        except UserError as error:
+            return str(error)
+
+    def _cut_log(self) -> None:
+        """Take out of the log what an earlier run wrote of rows that are still to come. Rank r has the files r, r + world_size, ..."""
+        for path in sorted(self._log.glob("rank_*.jsonl")) if self._log is not None else []:
+            if int(path.stem.removeprefix("rank_")) % self._world_size == self._rank:
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                path.write_text("".join(line for line in lines if json.loads(line)["row"] < self._consumed), encoding="utf-8")
+
+    def _write(self, number: int, row: Row) -> None:
+        assert self._log is not None
+        self._log.mkdir(parents=True, exist_ok=True)
+        with open(self._log / f"rank_{self._rank:05}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"row": number, "documents": [list(asdict(span).values()) for span in row.spans]}) + "\n")
 
 
-def train_rows(
-    *, data: DataConfig, tokenizer: PreTrainedTokenizerFast, seed: int, rank: int, world_size: int, global_batch_size: int
-) -> Iterator[torch.Tensor]:
-    """Endless: for each optimizer step this rank's rows, int64 [global_batch_size // world_size, sequence_length + 1].
+def train_batches(
+    *,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    seed: int,
+    rank: int,
+    world_size: int,
+    global_batch_size: int,
+    position: dict[str, Any] | None = None,
+    documents_log: str | Path | None = None,
+) -> Batches:
+    """This rank's batches, from the beginning or from a position that `merge_positions` made, whatever world size it was made at.
 
-    Inputs are row[:-1], targets row[1:]; rows do not overlap. Of a global batch a rank gets the rows j with j % world_size == rank.
-    Each stream reads all its documents once an epoch, in an order drawn from (seed, stream, epoch), and carries what an epoch leaves over
-    into the next. The first rows are made before this returns: a mistake in the recipe is a UserError here, not in the first step.
+    Raises UserError where the streams or the batch cannot be dealt out to the ranks, where the files or the recipe are not those of the
+    position, and for what is wrong with the data of the first batch.
     """
-    import torch
-
-    if data.num_streams % world_size:
-        raise UserError(
-            f"data.num_streams: {data.num_streams}: not divisible by {world_size} processes; use {divisors(data.num_streams)} processes"
-        )
+    count = data.num_streams
+    if count % world_size:
+        raise UserError(f"data.num_streams: {count}: not divisible by {world_size} processes; use {divisors(count)} processes")
     if global_batch_size % world_size:
         raise UserError(f"train.global_batch_size: {global_batch_size}: not a multiple of the number of processes, {world_size}")
-    source = _source(data, held_out=False)
-    own = range(rank, data.num_streams, world_size)
-    streams = _open_streams(source, data=data, seed=seed, own=own, world_size=world_size)
-    encode = _encoder(tokenizer)
-    rows = {
-        number: _pack(_endless_tokens(stream, data=data, encode=encode, seed=seed, number=number), data.sequence_length + 1)
-        for number, stream in streams.items()
-    }
+    readings = [reading_of(source, data, tokenizer) for source in corpus.training]
+    plan = Plan(
+        data=data,
+        seed=seed,
+        readings=readings,
+        dealt=[deal(source, count=count, seed=seed) for source in corpus.training],
+        weights=[source.weight for source in corpus.training],
+        encode=encoder(tokenizer),
+        end_of_text=int(tokenizer.eos_token_id),
+        own=range(rank, count, world_size),
+    )
+    order = _order(data, corpus=corpus, seed=seed, tokenizer=tokenizer)
+    if position is not None:
+        _check_order(position["order"], order)
+    batches = Batches(
+        plan,
+        position=position or {"rows": 0, "streams": {}},
+        order=order,
+        rows_per_step=global_batch_size // world_size,
+        log=Path(documents_log) if data.log_documents and documents_log else None,
+    )
+    for source, reading, dealt in zip(corpus.training, readings, plan.dealt, strict=True):
+        if len(source.files) < count and position is None:  # It opens files that a run which goes on may not need for long.
+            pieces = [piece for number in plan.own for piece in dealt[number]]
+            if (times := read_amplification(pieces, reading)) > 1.05:
+                line = f"{len(source.files)} files for {count} streams: what is read is decoded {times:.1f} times"
+                batches.note(source.name, f"{source.name}: {line}; smaller row groups or fewer data.num_streams decode less")
+    return batches
 
-    def steps() -> Iterator[torch.Tensor]:
-        for first in itertools.count(0, global_batch_size):
-            step = [next(rows[n % data.num_streams]) for n in range(first + rank, first + global_batch_size, world_size)]
-            yield torch.tensor(step, dtype=torch.int64)  # [global_batch_size // world_size, sequence_length + 1]
 
-    endless = steps()
-    return itertools.chain([next(endless)], endless)
+def merge_positions(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The position of the run from the parts of all its ranks."""
+    if len({part["rows"] for part in parts}) != 1:
+        raise RuntimeError(f"ranks are at different rows: {[part['rows'] for part in parts]}")
+    streams = {number: positions for part in parts for number, positions in part["streams"].items()}
+    return {"rows": parts[0]["rows"], "streams": dict(sorted(streams.items(), key=lambda item: int(item[0]))), "order": parts[0]["order"]}
 
 
-def evaluation_rows(*, data: DataConfig, tokenizer: PreTrainedTokenizerFast, rank: int, world_size: int, max_rows: int) -> torch.Tensor:
+def evaluation_rows(
+    *, data: DataConfig, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, rank: int, world_size: int, max_rows: int
+) -> torch.Tensor:
     """This rank's held-out rows, int64 [n, sequence_length + 1]: of the first max_rows those with j % world_size == rank.
 
     n differs by at most one between ranks and may be 0. The order does not depend on the seed. What remains of a group of files after its
     last full row is left out.
     """
-    import torch
-
     length = data.sequence_length + 1
     if max_rows == 0:
         return torch.empty((0, length), dtype=torch.int64)
-    source = _source(data, held_out=True)
-    if data.evaluation_files and source.files is not None:
-        shared = {path.resolve() for path in source.files} & {path.resolve() for path in _source(data, held_out=False).files or []}
-        if shared:
-            raise UserError(f"data.evaluation_files: {min(shared)}: also a training file; keep it out of data.data_files")
-    stream = _open_stream(source, source.files)
-    order = _shuffled(range(len(stream.shards)), "held-out")
-    encode = _encoder(tokenizer)
-    # In turn from groups of files, so that the first max_rows are not those of one long file.
-    groups = [order[group::HELD_OUT_GROUPS] for group in range(min(HELD_OUT_GROUPS, len(order)))]
-    packed = [_pack(map(encode, _documents(stream, group, data.text_column)), length) for group in groups]
-    in_turn = (row for turn in itertools.zip_longest(*packed) for row in turn if row is not None)
+    encode = encoder(tokenizer)
+    packed: list[Iterator[Row]] = []
+    for source in corpus.held_out:
+        reading = reading_of(source, data, tokenizer)
+        order = shuffled(range(len(source.files)), "held-out")
+        # In turn from groups of files, so that the first max_rows are not those of one long file.
+        for group in range(min(HELD_OUT_GROUPS, len(order))):
+            pieces = [whole(source.files[index]) for index in order[group::HELD_OUT_GROUPS]]
+            windows = (
+                [((0, place, number, 0), "", value)]
+                for place, piece in enumerate(pieces)
+                for number, _, value in documents(piece, 0, reading, Tally())
+            )
+            tokens = tokenized(windows, encode=encode, end_of_text=int(tokenizer.eos_token_id))
+            packed.append(pack(tokens, length=length, source=0, token=0, carry=True, spans=False))
+    in_turn = (row.tokens for turn in itertools.zip_longest(*packed) for row in turn if row is not None)
     rows = list(itertools.islice(in_turn, max_rows))
     if not rows:
-        raise UserError(f"{source.name}: the held-out text is shorter than one row of {length} tokens; give more of it")
-    return torch.tensor(rows[rank::world_size], dtype=torch.int64).reshape(-1, length)
+        names = ", ".join(source.name for source in corpus.held_out)
+        raise UserError(f"{names}: the held-out text is shorter than one row of {length} tokens; give more of it")
+    return torch.from_numpy(np.stack(rows).astype(np.int64))[rank::world_size]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where documents come from."""
-
-    name: str
-    """`key: value` of the recipe, for messages."""
-    files: list[Path] | None
-    """Local files; None when `datasets` resolves them (Hub, URLs)."""
-    arguments: dict[str, Any]
-    """Of datasets.load_dataset, without local files."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A streaming dataset and the shards of it (files) that one logical stream reads."""
-
-    name: str
-    dataset: IterableDataset
-    shards: list[int]
-    files: list[Path] | None
-    """File of each shard of the dataset, when local."""
-
-
-def _source(data: DataConfig, *, held_out: bool) -> Source:
-    """The training or the held-out source; local files are listed, nothing is opened."""
-    key, patterns, split = "data_files", data.data_files, data.split
-    if data.path == "stdlib":
-        for key in ("name", "revision", "data_files", "evaluation_files", "evaluation_split"):
-            if getattr(data, key):
-                raise UserError(f"data.{key}: {getattr(data, key)}: has no meaning with data.path: stdlib, which has its own files")
-        return Source("data.path: stdlib", stdlib_files()[held_out], {"path": "text", "split": "train", "sample_by": "document"})
-    if held_out and data.evaluation_files:
-        key, patterns, split = "evaluation_files", data.evaluation_files, "train"
-    elif held_out:
-        key, split = "evaluation_split", data.evaluation_split or data.split
-        if split == data.split:
-            fix = "set data.evaluation_files or another data.evaluation_split, or evaluation.max_rows: 0"
-            raise UserError(f"data.evaluation_split: {data.evaluation_split}: no held-out text; {fix}")
-    arguments: dict[str, Any] = {"path": data.path, "split": split}
-    if data.evaluation_files and data.evaluation_split:
-        raise UserError(f"data.evaluation_split: {data.evaluation_split}: data.evaluation_files is set too; remove one")
-    if data.path in FILE_BUILDERS:
-        for unused in ("name", "revision"):
-            if getattr(data, unused):
-                raise UserError(f"data.{unused}: {getattr(data, unused)}: of a Hub dataset, has no meaning with data.path: {data.path}")
-        if not patterns:
-            raise UserError(f"data.data_files: null: data.path: {data.path} reads files; list them here")
-        if data.path == "text":
-            arguments["sample_by"] = "document"  # A file is a document; by default every line would be one.
-        if not any("://" in pattern for pattern in patterns):
-            return Source(f"data.{key}: {', '.join(patterns)}", _local_files(key, patterns), arguments)
-    elif not Path(data.path).exists() and not ask_hub(data.path, repo_type="dataset", key="data.path", revision=data.revision):
-        raise UserError(f"data.path: {data.path}: not found; no such folder here and the Hub cannot be reached")
-    arguments |= {"name": data.name, "revision": data.revision, "data_files": patterns}
-    return Source(f"data.path: {data.path}", None, arguments)
+def _in_order(plan: Plan, *, first: int, streams: dict[str, list[Position]], tally: Tally) -> Iterator[Row]:
+    """The rank's rows from its `first` on, made here or by workers; the order is the same."""
+    loader = _Loader(plan, first=first, streams={number: list(positions) for number, positions in streams.items()})
+    workers = min(plan.data.num_workers, len(plan.own))
+    chunks = loader.chunks(0, 1) if workers == 0 else _from_workers(loader, workers)
+    with contextlib.closing(chunks):  # Ends the workers at once; left to the garbage collector each takes 5 s.
+        while True:
+            block: list[tuple[int, Row]] = []
+            failures: list[str] = []
+            for chunk in itertools.islice(chunks, max(workers, 1)):
+                block += chunk.rows
+                tally.retries += chunk.retries
+                tally.bad_rows += chunk.bad_rows
+                for subject, line in chunk.notes:
+                    tally.note(subject, line)
+                if chunk.failure is not None:
+                    failures.append(chunk.failure)
+            for place, row in sorted(block, key=lambda placed: placed[0]):
+                if place != first:  # One that could not be made.
+                    break
+                yield row
+                first += 1
+            if failures:
+                raise UserError(failures[0])
 
 
-def _local_files(key: str, patterns: list[str]) -> list[Path]:
-    """Files named by paths, folders and globs, each once, in the order of `patterns` and sorted within one."""
-    found: dict[Path, Path] = {}  # By the resolved path: two spellings are one file.
-    for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            files = sorted(entry for entry in path.rglob("*") if entry.is_file())
-        else:
-            files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-        if not files:
-            raise UserError(f"data.{key}: {pattern}: no such file")
-        found |= {file.resolve(): file for file in files if file.is_file() and file.resolve() not in found}
-    return list(found.values())
+def _from_workers(loader: _Loader, workers: int) -> Generator[Chunk, None, None]:
+    # Forked: spawned ones would import torch anew, seconds each. They touch neither the device nor the process group.
+    # A generator of its own: the default one's numbers are the dropout's.
+    parallel: DataLoader[Chunk] = DataLoader(
+        loader,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,  # type: ignore[arg-type]
+        prefetch_factor=PREFETCHED_CHUNKS,
+        multiprocessing_context="fork",
+        generator=torch.Generator(),
+    )
+    handler = signal.getsignal(signal.SIGCHLD)
+    chunks = iter(parallel)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGCHLD, handler)  # DataLoader's own raises wherever the training is when a worker dies. Here it shows below.
+    try:
+        yield from chunks
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):  # One that was killed; what else a worker raises keeps its traceback.
+            raise
+        raise UserError(f"data.num_workers: {workers}: {str(error).splitlines()[0]}; was it out of memory?") from error
 
 
-def _open_streams(source: Source, *, data: DataConfig, seed: int, own: range, world_size: int) -> dict[int, Stream]:
-    """The rank's streams by number. Files are shuffled by seed and dealt: by size where it is known, else in turn."""
-    count = data.num_streams
-    local = source.files or []
-    whole = _open_stream(source, None) if source.files is None else None
-    sizes = [path.stat().st_size for path in local] if whole is None else [0] * whole.dataset.num_shards
-    if len(sizes) < count:
-        fits = len(sizes) // world_size * world_size
-        fix = f"set it to at most {fits}" if fits else f"give at least {world_size} files"
-        raise UserError(f"data.num_streams: {count}: only {len(sizes)} files to train on, and each belongs to one stream; {fix}")
-    # Large files first, by powers of two, each to the stream that has least: streams then end their epochs nearly together.
-    order = sorted(_shuffled(range(len(sizes)), seed), key=lambda index: -sizes[index].bit_length())
-    dealt: list[list[int]] = [[] for _ in range(count)]
-    filled = [0] * count
-    for index in order:
-        lightest = filled.index(min(filled))
-        dealt[lightest].append(index)
-        filled[lightest] += sizes[index] + 1
-    if whole is not None:
-        return {number: Stream(source.name, whole.dataset, dealt[number], None) for number in own}
-    # One load_dataset for all of this rank's files: it looks at every file that it is given, and must not look at another rank's.
-    files = [local[index] for number in own for index in dealt[number]]
-    opened = _open_stream(source, files)
-    if opened.files is None:
-        raise RuntimeError(f"{source.name}: {len(files)} files are {len(opened.shards)} shards; each file must be one")
-    starts = itertools.accumulate((len(dealt[number]) for number in own), initial=0)
+def _as_it_is(chunk: Chunk) -> Chunk:
+    return chunk
+
+
+class _Loader(IterableDataset[Chunk]):
+    """The rank's rows in blocks of CHUNK_ROWS per worker; of each block a worker makes the rows of its streams."""
+
+    def __init__(self, plan: Plan, *, first: int, streams: dict[str, list[Position]]) -> None:
+        self._plan, self._first, self._streams = plan, first, streams
+
+    def __iter__(self) -> Iterator[Chunk]:
+        worker = get_worker_info()
+        assert worker is not None
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # A worker is one core's.
+        return self.chunks(worker.id, worker.num_workers)
+
+    def chunks(self, worker: int, workers: int) -> Generator[Chunk, None, None]:
+        """Those of worker number `worker`. Worker w has the rank's streams number w, w + workers, ...; all go through the same blocks."""
+        plan, tally = self._plan, Tally()
+        streams = len(plan.own)
+        rows = {
+            place: _stream_rows(plan, plan.own[place], first=_uses(self._first, place, streams), positions=self._streams, tally=tally)
+            for place in range(worker, streams, workers)
+        }
+        width = CHUNK_ROWS * workers
+        told = Tally()
+        for cycle in itertools.count(self._first // streams):
+            for start in range(0, streams, width):
+                made: list[tuple[int, Row]] = []
+                failure = None
+                try:
+                    for place in range(start + worker, min(start + width, streams), workers):
+                        number = cycle * streams + place
+                        if number >= self._first:
+                            made.append((number, next(rows[place])))  # A failure must not take it along.
+                except UserError as error:
+                    failure = str(error)
+                notes = tuple(tally.take_notes())
+                yield Chunk(made, tally.retries - told.retries, tally.bad_rows - told.bad_rows, notes, failure)
+                told.retries, told.bad_rows = tally.retries, tally.bad_rows
+                if failure is not None:
+                    return
+
+
+def _position(values: Sequence[int]) -> Position:
+    """From JSON, which knows no tuples."""
+    epoch, place, cursor, index, token = values
+    return epoch, place, cursor, index, token
+
+
+def _uses(first: int, place: int, streams: int) -> int:
+    """How many of the rank's rows before its row `first` are of its stream number `place`."""
+    return (first - place + streams - 1) // streams
+
+
+def _stream_rows(plan: Plan, stream: int, *, first: int, positions: dict[str, list[Position]], tally: Tally) -> Iterator[Row]:
+    """The stream's rows from its `first` on: each from one source, chosen so that the weights hold in every stretch of rows."""
+    sources = [_source_rows(plan, stream, source, position=position, tally=tally) for source, position in enumerate(positions[str(stream)])]
+    bounds = list(itertools.accumulate(plan.weights))
+    for number in itertools.count(first):
+        # Multiples of an irrational number fill the unit interval evenly: one for a stream's rows, another for the streams of a batch.
+        point = (number * GOLDEN + stream * SILVER) % 2**64 / 2**64 * bounds[-1]
+        yield next(sources[next(source for source, bound in enumerate(bounds) if point < bound or source == len(bounds) - 1)])
+
+
+def _source_rows(plan: Plan, stream: int, source: int, *, position: Position, tally: Tally) -> Iterator[Row]:
+    data = plan.data
+    windows = windows_of(
+        plan.dealt[source][stream],
+        plan.readings[source],
+        position=position,
+        window=data.shuffle_window,
+        key=(plan.seed, stream) if len(plan.readings) == 1 else (plan.seed, stream, source),
+        tally=tally,
+        name=f"{plan.readings[source].source.name}: stream {stream} of {data.num_streams}",
+    )
+    tokens = tokenized(windows, encode=plan.encode, end_of_text=plan.end_of_text)
+    return pack(
+        tokens,
+        length=data.sequence_length + 1,
+        source=source,
+        token=position[4],
+        carry=data.carry_remainder,
+        spans=data.log_documents,
+    )
+
+
+def _order(data: DataConfig, *, corpus: Corpus, seed: int, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What decides which row is where: a position is good only where all of it is the same. Files may have moved to another folder."""
+    files = [
+        [source.weight, source.column, [[file.url.rpartition("/")[2], file.size, file.skip] for file in source.files]]
+        for source in corpus.training
+    ]
+    keys = ("num_streams", "sequence_length", "shuffle_window", "carry_remainder", "on_bad_row")
     return {
-        number: Stream(source.name, opened.dataset, opened.shards[start : start + len(dealt[number])], files)
-        for number, start in zip(own, starts, strict=False)
+        "seed": seed,
+        "files": hashlib.blake2b(json.dumps(files).encode(), digest_size=8).hexdigest(),
+        "tokenizer": tokenizer_hash(tokenizer),
+        **{key: getattr(data, key) for key in keys},
     }
 
 
-def _open_stream(source: Source, files: list[Path] | None) -> Stream:
-    import datasets
-
-    datasets.disable_progress_bars()
-    given = {} if files is None else {"data_files": [glob.escape(str(path)) for path in files]}
-    with one_line(source.name):
-        dataset = datasets.load_dataset(**source.arguments, **given, streaming=True)
-        shards = list(range(dataset.num_shards))
-    return Stream(source.name, dataset, shards, files if files is not None and len(files) == len(shards) else None)
-
-
-def _documents(stream: Stream, order: Iterable[int], column: str) -> Iterator[str]:
-    """The texts of the stream's shards, in the given order of positions in `stream.shards`."""
-    for position in order:
-        shard = stream.shards[position]
-        place = f"{stream.files[shard]}" if stream.files else f"{stream.name}: shard {shard}"
-        rows = iter(stream.dataset.shard(num_shards=stream.dataset.num_shards, index=shard))
-        for number in itertools.count():
-            # No yield inside: a generator that is still suspended there when the interpreter ends would complain.
-            with one_line(place):
-                row = next(rows, None)
-            if row is None:
-                break
-            if column not in row:
-                raise UserError(f"data.text_column: {column}: no such column; there are {', '.join(row)}")
-            if not isinstance(row[column], str):
-                raise UserError(f"data.text_column: {column}: {place}: row {number} holds {type(row[column]).__name__}, not text")
-            yield row[column]
-
-
-def _endless_tokens(stream: Stream, *, data: DataConfig, encode: Encode, seed: int, number: int) -> Iterator[list[int]]:
-    """Documents as tokens, epoch after epoch."""
-    for epoch in itertools.count():
-        order = _shuffled(range(len(stream.shards)), seed, number, epoch)
-        pieces = map(encode, _documents(stream, order, data.text_column))
-        first = next(pieces, None)
-        if first is None:  # Without this an empty stream would be read for ever.
-            raise UserError(f"{stream.name}: stream {number} of {data.num_streams} has no document; lower data.num_streams")
-        yield first
-        yield from pieces
-
-
-def _encoder(tokenizer: PreTrainedTokenizerFast) -> Encode:
-    """Text -> its tokens, with exactly one end-of-text after them and no other special token."""
-    encoder = copy.deepcopy(tokenizer.backend_tokenizer)
-    encoder.no_truncation()
-    encoder.no_padding()
-    # `<|endoftext|>` written in a document is text, not a border between documents.
-    encoder.encode_special_tokens = True
-    end = tokenizer.eos_token_id
-    return lambda text: [*encoder.encode(text, add_special_tokens=False).ids, end]
-
-
-def _pack(pieces: Iterator[list[int]], length: int) -> Iterator[list[int]]:
-    """Concatenates the pieces and cuts them into rows of `length`; what remains at the end of a finite stream is left out."""
-    held: list[int] = []
-    for piece in pieces:
-        held += piece
-        full = len(held) - len(held) % length
-        for start in range(0, full, length):
-            yield held[start : start + length]
-        del held[:full]
-
-
-def _shuffled(items: Iterable[int], *key: int | str) -> list[int]:
-    """The same order for the same key on every machine: seeded by text, random.Random does not depend on the process's hash seed."""
-    shuffled = list(items)
-    random.Random("/".join(map(str, key))).shuffle(shuffled)
-    return shuffled
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode("utf-8")
-    except (UnicodeDecodeError, OSError):
-        return False
-    return True
+def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    for key, value in now.items():
+        if saved.get(key) != value:
+            place = {"seed": "seed", "files": "the files of data (names, sizes, weights)"}.get(key, f"data.{key}")
+            raise UserError(f"{place}: {value}: the checkpoint was made with {saved.get(key)}, its data position has no meaning here")

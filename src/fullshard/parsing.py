@@ -98,7 +98,8 @@ def parse_recipe(argv: Sequence[str] | None = None) -> Recipe:
     values: dict[str, Any] = {}
     sources = {"": file} if file is not None else {}
     for key, value, source in [*written, *((key, value, COMMAND_LINE) for key, value in overrides)]:
-        values[key] = _typed(parser, key, value, source)
+        item = _item_class(KEYS[key])
+        values[key] = _typed_list(item, key, value, source) if item else _typed(parser, key, value, source)
         sources[key] = source
     recipe = _build(Recipe, values, sources=sources)
     check_recipe(recipe)
@@ -204,19 +205,67 @@ def _typed(parser: Any, key: str, value: Any, source: str) -> Any:
     """`value` as the type of `key`."""
     from jsonargparse import ArgumentError
 
+    if source != COMMAND_LINE:
+        return _typed_value(parser, key, value, KEYS[key], key, source)
+    try:
+        return _plain(parser.parse_args([f"--{key}={value}"], defaults=False)[key], KEYS[key])
+    except (ArgumentError, TypeError, ValueError):
+        raise UserError(error_line(source, key, value, _allowed(KEYS[key]))) from None
+
+
+def _typed_value(parser: Any, key: str, value: Any, hint: Any, shown_key: str, source: str) -> Any:
+    """`value`, as YAML gives it, as the type `hint` of the parser's `key`."""
+    from jsonargparse import ArgumentError
+
     tree = value
     for name in reversed(key.split(".")):
         tree = {name: tree}
     try:
-        line = [f"--{key}={value}"]
-        result = (parser.parse_args(line, defaults=False) if source == COMMAND_LINE else parser.parse_object(tree, defaults=False))[key]
+        return _plain(parser.parse_object(tree, defaults=False)[key], hint)
     except (ArgumentError, TypeError, ValueError):
-        raise UserError(error_line(source, key, value, _allowed(KEYS[key]))) from None
-    # jsonargparse lets null pass for any type.
-    if (result is None and types.NoneType not in get_args(KEYS[key])) or (isinstance(result, float) and not math.isfinite(result)):
-        raise UserError(error_line(source, key, value, _allowed(KEYS[key])))
-    # Out of jsonargparse's number classes, which neither yaml nor json can write.
+        raise UserError(error_line(source, shown_key, value, _allowed(hint))) from None
+
+
+def _plain(result: Any, hint: Any) -> Any:
+    """Out of jsonargparse's number classes, which neither yaml nor json can write. ValueError for what it lets pass and should not."""
+    # It lets null pass for any type.
+    if (result is None and types.NoneType not in get_args(hint)) or (isinstance(result, float) and not math.isfinite(result)):
+        raise ValueError(result)
     return next((plain(result) for plain in (int, float) if type(result) is not bool and isinstance(result, plain)), result)
+
+
+def _item_class(hint: Any) -> type | None:
+    """The dataclass of which the key takes a list, if it does."""
+    items = get_args(hint) if get_origin(hint) is list else ()
+    return items[0] if items and is_dataclass(items[0]) else None  # type: ignore[return-value]
+
+
+def _typed_list(item_class: type, key: str, value: Any, source: str) -> list[Any]:
+    """A list of sections, each as strict as a section of its own."""
+    from jsonargparse import ArgumentParser
+
+    if source == COMMAND_LINE:
+        try:
+            value = yaml.load(value, Loader=StrictLoader)
+        except yaml.YAMLError:
+            raise UserError(error_line(source, key, value, _allowed(KEYS[key]))) from None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise UserError(error_line(source, key, value, _allowed(KEYS[key])))
+    hints = get_type_hints(item_class)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(item_class)
+    items = []
+    for number, fields in enumerate(value):
+        for name in fields:
+            if name not in hints:
+                near = difflib.get_close_matches(str(name), hints, 1)
+                fix = f"did you mean {near[0]}?" if near else f"a source has {', '.join(hints)}"
+                raise UserError(f"{source}: {key}[{number}].{name}: unknown key; {fix}")
+        typed = {
+            name: _typed_value(parser, name, content, hints[name], f"{key}[{number}].{name}", source) for name, content in fields.items()
+        }
+        items.append(item_class(**typed))
+    return items
 
 
 def _build(section: type, values: Mapping[str, Any], prefix: str = "", **fields: Any) -> Any:
@@ -235,6 +284,8 @@ def _allowed(hint: Any) -> str:
         return _allowed(next(argument for argument in arguments if argument is not types.NoneType)) + " or null"
     if origin is Literal:
         return f"must be one of {', '.join(arguments)}"
+    if _item_class(hint):
+        return "must be a list of sections, such as [{path: text, data_files: [a.txt]}]"
     if origin is list:
         return "must be a list of texts, such as [a, b]"
     if hint is bool:

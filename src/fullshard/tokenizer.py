@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
 
 from fullshard.errors import UserError, first_line, one_line
 from fullshard.hub import ask_hub
@@ -42,3 +46,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer: {name}: has no end-of-text token; use a folder whose tokenizer_config.json sets eos_token")
     return tokenizer
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Equal exactly when two tokenizers turn texts into the same ids, end-of-text included: vocabulary, merges, normaliser, splitting."""
+    parts: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    for unused in ("version", "truncation", "padding", "post_processor", "decoder"):  # No part in how documents are encoded here.
+        parts.pop(unused, None)
+    return xxhash.xxh3_128_hexdigest(json.dumps([parts, tokenizer.eos_token_id], sort_keys=True).encode())
+
+
+def end_every_document(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
+    """The document's ids, [n], with exactly one end-of-text at their end, whether they had none, one or several."""
+    kept = len(tokens)
+    while kept > 1 and tokens[kept - 1] == end_of_text == tokens[kept - 2]:
+        kept -= 1
+    return tokens[:kept] if kept and tokens[kept - 1] == end_of_text else np.append(tokens, end_of_text)

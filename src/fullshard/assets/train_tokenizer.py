@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fullshard.data import stdlib_files
+from fullshard.sources import stdlib_files
 from fullshard.tokenizer import BUNDLED_TOKENIZER, END_OF_TEXT
 
 VOCAB_SIZE = 4096

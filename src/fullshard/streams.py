@@ -1,0 +1,251 @@
+"""One logical stream: the pieces of files that it reads, the order of its documents, and the rows that they are packed in.
+
+A stream reads its pieces once an epoch, in an order drawn from (seed, stream, epoch), and puts shuffle_window documents at a time in random
+order. Its position is five integers, and they suffice: the epoch, the place in the epoch's order of pieces and the reader's cursor where
+the window begins, the place in the window's order, and the token within the document. To go on, a window is read again, no more.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from fullshard.config import DataConfig
+from fullshard.errors import UserError
+from fullshard.readers import Piece, Reading, Tally
+from fullshard.readers import documents as read_documents
+from fullshard.sources import File, Source, enterable
+from fullshard.tokenizer import end_every_document, tokenizer_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+
+ENCODED_CHARACTERS = 2**15  # Texts that are tokenized in one call: many enough that the call costs nothing, few at the start of a run.
+
+Position = tuple[int, int, int, int, int]
+"""(epoch, place of the piece in the epoch's order, cursor in it where the window begins, place in the window's order, token)"""
+START: Position = (0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a row holds of a document."""
+
+    document: str
+    """File and the document's row or byte in it."""
+    epoch: int
+    begin: int
+    """First token of the document that is in the row."""
+    end: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A packed row."""
+
+    tokens: np.ndarray
+    """int32 [sequence_length + 1]"""
+    source: int
+    """Place of its source in the mixture."""
+    position: Position
+    """Of the token after the row."""
+    spans: tuple[Span, ...]
+    """Empty unless documents are logged."""
+
+
+def reading_of(source: Source, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> Reading:
+    """How the recipe reads the source."""
+    return Reading(
+        source=source,
+        tokenizer_hash=tokenizer_hash(tokenizer) if source.tokens_column else "",
+        vocab_size=len(tokenizer),
+        max_retries=data.max_retries,
+        timeout_seconds=data.timeout_seconds,
+        skip_bad_rows=data.on_bad_row == "skip",
+    )
+
+
+def deal(source: Source, *, count: int, seed: int) -> list[list[Piece]]:
+    """The pieces of each of `count` streams: all documents of the source, each once.
+
+    Files that can be entered anywhere are cut into streams of equal bytes; the others are dealt whole, and where there are fewer than
+    streams, several streams read one file and take every so-manieth document.
+    """
+    files = source.files
+    if source.splittable:
+        return _cut([files[index] for index in shuffled(range(len(files)), seed)], count)
+    if len(files) >= count:
+        return _deal_whole(files, count=count, seed=seed)
+    if source.builder == "text":
+        fix = f"set it to at most {len(files)}"
+        raise UserError(f"data.num_streams: {count}: {source.name} has only {len(files)} files, each one document of one stream; {fix}")
+    readers = [1] * len(files)
+    for _ in range(count - len(files)):
+        readers[max(range(len(files)), key=lambda index: files[index].size / readers[index])] += 1
+    return [[_share(source, file, part, parts)] for file, parts in zip(files, readers, strict=True) for part in range(parts)]
+
+
+def _share(source: Source, file: File, part: int, parts: int) -> Piece:
+    if enterable(source.builder, file.url):
+        return Piece(file, file.size * part // parts, file.size * (part + 1) // parts)
+    return Piece(file, 0, file.size, part, parts)
+
+
+def _cut(files: Sequence[File], count: int) -> list[list[Piece]]:
+    """The files laid end to end, cut into `count` parts of equal bytes."""
+    total = sum(file.size for file in files)
+    dealt: list[list[Piece]] = []
+    starts = list(itertools.accumulate((file.size for file in files), initial=0))
+    first = 0
+    for number in range(count):
+        low, high = total * number // count, total * (number + 1) // count
+        pieces = []
+        for index in range(first, len(files)):
+            begin, end = max(low, starts[index]), min(high, starts[index + 1])
+            if begin < end:
+                pieces.append(Piece(files[index], begin - starts[index], end - starts[index]))
+            if starts[index + 1] >= high:
+                first = index
+                break
+        dealt.append(pieces)
+    return dealt
+
+
+def _deal_whole(files: Sequence[File], *, count: int, seed: int) -> list[list[Piece]]:
+    # Large files first, by powers of two, each to the stream that has least: streams then end their epochs nearly together.
+    order = sorted(shuffled(range(len(files)), seed), key=lambda index: -files[index].size.bit_length())
+    dealt: list[list[Piece]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for index in order:
+        lightest = filled.index(min(filled))
+        dealt[lightest].append(whole(files[index]))
+        filled[lightest] += files[index].size + 1
+    return dealt
+
+
+def whole(file: File) -> Piece:
+    return Piece(file, 0, file.size)
+
+
+Where = tuple[int, int, int, int]
+"""A Position without its token: a document's."""
+Found = tuple[Where, str, Any]
+"""(place, name of the document, text or token ids)"""
+Tokenized = tuple[Where, str, np.ndarray]
+"""(place, name of the document, token ids)"""
+
+
+def windows_of(
+    pieces: Sequence[Piece], reading: Reading, *, position: Position, window: int, key: tuple[int, ...], tally: Tally, name: str
+) -> Iterator[list[Found]]:
+    """The stream's documents from the position on, epoch after epoch, in lists that are shuffled each in itself."""
+    epoch, place, cursor, index, _ = position
+    while True:
+        order = shuffled(range(len(pieces)), *key, epoch)
+        empty = (place, cursor, index) == (0, 0, 0)
+        read = _epoch_documents([pieces[number] for number in order], place, cursor, reading, tally)
+        while held := list(itertools.islice(read, window)):
+            empty = False
+            mixed = shuffled(held, *key, epoch, place, cursor) if window > 1 else held
+            yield [((epoch, place, cursor, index + n), name, value) for n, (_, name, _, value) in enumerate(mixed[index:])]
+            last, _, after, _ = held[-1]
+            place, cursor = (last + 1, 0) if after is None else (last, after)
+            index = 0
+        if empty:  # Without this an empty stream would be read for ever.
+            raise UserError(f"{name} has no document; lower data.num_streams")
+        epoch, place, cursor, index = epoch + 1, 0, 0, 0
+
+
+def _epoch_documents(
+    pieces: Sequence[Piece], place: int, cursor: int, reading: Reading, tally: Tally
+) -> Iterator[tuple[int, str, int | None, Any]]:
+    """(place of the piece, name of the document, cursor after it, value) of the pieces from `place` on."""
+    for number in range(place, len(pieces)):
+        name = pieces[number].file.url.rpartition("/")[2]
+        for document, after, value in read_documents(pieces[number], cursor, reading, tally):
+            yield number, f"{name}:{document}", after, value
+        cursor = 0
+
+
+def tokenized(windows: Iterable[list[Found]], *, encode: Callable[[list[str]], list[np.ndarray]], end_of_text: int) -> Iterator[Tokenized]:
+    """Token ids instead of texts, each document with exactly one end-of-text at its end. Reads no window ahead."""
+    for window in windows:
+        for held in _calls(window):
+            if isinstance(held[0][2], str):
+                tokens = encode([value for _, _, value in held])
+            else:
+                tokens = [end_every_document(value, end_of_text) for _, _, value in held]
+            yield from ((where, name, ids) for (where, name, _), ids in zip(held, tokens, strict=True))
+
+
+def _calls(window: list[Found]) -> Iterator[list[Found]]:
+    """The window's documents in lists of about ENCODED_CHARACTERS: few enough calls, and little done in vain by a run that ends."""
+    held: list[Found] = []
+    characters = 0
+    for item in window:
+        held.append(item)
+        characters += len(item[2])
+        if characters >= ENCODED_CHARACTERS:
+            yield held
+            held, characters = [], 0
+    if held:
+        yield held
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[np.ndarray]]:
+    """Texts -> their tokens, int32, each with exactly one end-of-text after them and no other special token."""
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    # `<|endoftext|>` written in a document is text, not a border between documents.
+    backend.encode_special_tokens = True
+    end = int(tokenizer.eos_token_id)
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        return [np.array([*encoding.ids, end], dtype=np.int32) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return encode
+
+
+def pack(documents: Iterable[Tokenized], *, length: int, source: int, token: int, carry: bool, spans: bool) -> Iterator[Row]:
+    """Lays the documents end to end, from token number `token` of the first, and cuts them into rows of `length`.
+
+    What remains when they end is left out; what remains when an epoch ends too unless it is carried over.
+    """
+    row, filled, begins_in = np.empty(length, dtype=np.int32), 0, -1
+    parts: list[Span] = []
+    rows_of_epoch = 1
+    for where, name, tokens in documents:
+        epoch = where[0]
+        if epoch != begins_in and not carry:
+            if begins_in >= 0 and not rows_of_epoch:
+                problem = f"an epoch of a stream is shorter than a row of {length} tokens"
+                raise UserError(f"data.carry_remainder: false: {problem}; lower data.num_streams")
+            filled, parts, rows_of_epoch = 0, [], int(begins_in < 0)
+            begins_in = epoch
+        while token < len(tokens):
+            taken = min(length - filled, len(tokens) - token)
+            row[filled : filled + taken] = tokens[token : token + taken]
+            if spans:
+                parts.append(Span(name, epoch, token, token + taken))
+            filled, token = filled + taken, token + taken
+            if filled == length:
+                after = (*where[:3], where[3] + 1, 0) if token == len(tokens) else (*where, token)
+                yield Row(row, source, after, tuple(parts))
+                row, filled, parts, rows_of_epoch = np.empty(length, dtype=np.int32), 0, [], rows_of_epoch + 1
+        token = 0
+
+
+def shuffled(items: Iterable[T], *key: int | str) -> list[T]:
+    """The same order for the same key on every machine: seeded by text, random.Random does not depend on the process's hash seed."""
+    shuffled = list(items)
+    random.Random("/".join(map(str, key))).shuffle(shuffled)
+    return shuffled
