@@ -8,24 +8,31 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from fullshard.accelerator import fsdp_units
+from fullshard.accelerator import COMPUTE_DTYPE, fsdp_units
+from fullshard.documents import document_context, document_targets
 from fullshard.losses import IGNORED, next_token_loss_sum
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, *, rows: torch.Tensor, micro_batch_size: int) -> float:
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, *, rows: torch.Tensor, micro_batch_size: int, document_end: int | None = None
+) -> float:
     """Mean loss in nats over all target tokens of all ranks' rows; nan when there is none. Collective.
 
     rows: this rank's, [n, sequence_length + 1]; n may differ between ranks and be 0. Ranks that run out go on with ignored rows, since
     the forward of a sharded model is a collective. So the mean is over the tokens, whatever the batch size and the world size.
+    document_end: token id after which attention and positions restart, and nothing is predicted; None: rows are one context.
     """
     most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
     inputs = F.pad(rows[:, :-1], (0, 0, 0, most - len(rows)))  # [most, sequence_length]
     targets = F.pad(rows[:, 1:], (0, 0, 0, most - len(rows)), value=IGNORED)
+    targets = document_targets(inputs, targets, document_end=document_end)
     loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     model.eval()
     for inputs_part, targets_part in zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True):
-        logits = model(input_ids=inputs_part.to(accelerator.device), use_cache=False).logits
+        inputs_part = inputs_part.to(accelerator.device)
+        context = document_context(inputs_part, document_end=document_end, dtype=COMPUTE_DTYPE[accelerator.mixed_precision])
+        logits = model(input_ids=inputs_part, **context, use_cache=False).logits
         loss_sum += next_token_loss_sum(logits, targets_part.to(accelerator.device))
     model.train()
     _free_gathered(model)

@@ -193,9 +193,9 @@ def parameter_counts(model: ModelConfig) -> dict[Literal["embedding", "layer", "
 
 
 def activation_bytes_per_token(
-    model: ModelConfig, *, compute_bytes: int, autocast: bool = False
+    model: ModelConfig, *, compute_bytes: int, autocast: bool = False, document_mask: bool = False
 ) -> dict[Literal["layer", "head", "logits"], int]:
-    """Bytes per token that autograd keeps between forward and backward, from transformers 5.24's Llama with sdpa and no attention mask.
+    """Bytes per token that autograd keeps between forward and backward, from transformers 5.24's Llama with sdpa.
 
     c = compute_bytes, H = hidden_size, I = intermediate_size, A = num_attention_heads, Q = A x head_dim, V = vocab_size,
     K = num_key_value_heads x head_dim. Per layer:
@@ -205,10 +205,13 @@ def activation_bytes_per_token(
     Head: a norm, fp32 log-probabilities (4 V) and the logits (c V; also by themselves: nothing but the model's output keeps them).
     autocast (DDP; FSDP2 casts the parameters instead): residual and normalised values stay fp32, each linear keeps its own cast input, and
     Accelerate returns the logits in fp32 (4 V).
-    Leaves out the rotary cos and sin (2 c head_dim per position, once per model) and the loss's per-token scalars.
+    document_mask: under a mask transformers repeats k and v for every query head, so 2 Q for 2 K; the mask itself is no token's.
+    Leaves out the rotary cos and sin (once per model 2 c head_dim per position; with document_mask per token) and the loss's per-token
+    scalars.
     """
     hidden, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
     query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    key = query if document_mask else key
     c = compute_bytes
     cast = autocast and c < 4
     normalised = 4 * hidden + (4 if cast else c) * hidden + 4  # fp32 input, values before the weight, 1 / rms
@@ -230,6 +233,7 @@ def predict_memory(
     gradient_accumulation_steps: int = 1,
     activation_checkpointing: bool = False,
     wrapped: bool = True,
+    document_mask: bool = False,
 ) -> dict[str, int]:
     """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
 
@@ -238,6 +242,7 @@ def predict_memory(
     gathered: FSDP2 holds the unit in use and the next one: 2 c x the largest of embedding, layer and [norm, head]; without reshard after
       forward c P. DDP: the reduction buckets, 4 P, and under autocast the cached casts of the linear weights.
     activations: T x activation_bytes_per_token at the end of the forward; with checkpointing a layer keeps its input (c H; DDP 4 H).
+      document_mask adds its mask, c x micro_batch_size x sequence_length^2, which all layers share.
     peak = parameters + optimizer + the largest of
       the loss's backward: activations, logits dropped, + 8 V T (gradients of log-probabilities and logits, fp32) + the tail's weights, or
         all that is gathered
@@ -264,14 +269,15 @@ def predict_memory(
         gathered = gathered_at_loss = 4 * counts["total"] + casts
         reducing = 0
 
-    per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded)
+    per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=document_mask)
     layers = model.num_hidden_layers * ((c if sharded else 4) * model.hidden_size if activation_checkpointing else per_token["layer"])
     recomputed = per_token["layer"] if activation_checkpointing else 0
-    activations = tokens * (layers + per_token["head"])
+    mask = c * tokens * sequence_length if document_mask else 0
+    activations = mask + tokens * (layers + per_token["head"])
     earlier = gradients if gradient_accumulation_steps > 1 else 0
     peak = max(
         earlier + activations + tokens * (8 * model.vocab_size - per_token["logits"]) + gathered_at_loss,
-        earlier + tokens * (layers + recomputed) + gathered + reducing,
+        earlier + mask + tokens * (layers + recomputed) + gathered + reducing,
         gradients + gathered + reducing,
     )
     return {
