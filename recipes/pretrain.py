@@ -5,6 +5,8 @@ accelerate launch --config_file accelerate_configs/fsdp.yaml recipes/pretrain.py
 
 from __future__ import annotations
 
+import functools
+
 from fullshard.config import check_output_dir, resolve_batch
 from fullshard.errors import one_line_errors
 from fullshard.parsing import parse_recipe
@@ -19,45 +21,57 @@ def main() -> None:
     check_output_dir(recipe)
 
     # Imported here: torch and transformers take seconds, and a mistake in a YAML is told before.
-    from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.data import evaluation_rows, train_rows
+    from fullshard.accelerator import build_accelerator, on_main, prepare_model
+    from fullshard.checkpoint import find_checkpoint, load_checkpoint
+    from fullshard.data import evaluation_rows, train_batches
+    from fullshard.documents import masked_document_end
     from fullshard.metrics import check_trackers
     from fullshard.model import build_on_meta, llama_config
     from fullshard.optim import build_optimizer, build_schedule
     from fullshard.run import finish, start
+    from fullshard.sources import list_corpus
     from fullshard.tokenizer import load_tokenizer
     from fullshard.train import train
 
     trackers = check_trackers(recipe.logging.trackers)
     accelerator = build_accelerator(placement=placement, sharding=recipe.sharding, trackers=trackers, output_dir=recipe.output_dir)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    resume = find_checkpoint(recipe=recipe, accelerator=accelerator)
 
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     config = llama_config(recipe.model, tokenizer=tokenizer)
-    batches = train_rows(
+    # Once: thousands of ranks that list a repository are turned away.
+    corpus = on_main(accelerator, functools.partial(list_corpus, recipe.data, held_out=recipe.evaluation.max_rows > 0))
+    ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    batches = train_batches(
         data=recipe.data,
         tokenizer=tokenizer,
+        corpus=corpus,
         seed=recipe.seed,
-        rank=rank,
-        world_size=world_size,
         global_batch_size=recipe.train.global_batch_size,
+        position=resume.position,
+        documents_log=f"{recipe.output_dir}/documents",
+        **ranks,
     )
-    held_out = evaluation_rows(data=recipe.data, tokenizer=tokenizer, rank=rank, world_size=world_size, max_rows=recipe.evaluation.max_rows)
+    held_out = evaluation_rows(data=recipe.data, tokenizer=tokenizer, corpus=corpus, max_rows=recipe.evaluation.max_rows, **ranks)
 
     model = prepare_model(accelerator, build_on_meta(config), seed=recipe.seed)
-    optimizer = build_optimizer(model.parameters(), optim=recipe.optim)
-    schedule = build_schedule(optimizer, optim=recipe.optim, max_steps=recipe.train.max_steps)
+    adamw = build_optimizer(model.parameters(), optim=recipe.optim)
+    schedule = build_schedule(adamw, optim=recipe.optim, max_steps=recipe.train.max_steps)
+    optimizer = accelerator.prepare_optimizer(adamw)
+    load_checkpoint(resume, accelerator=accelerator, model=model, optimizer=optimizer, schedule=schedule)
 
-    run = start(recipe=recipe, placement=placement, accelerator=accelerator, model=model)
+    run = start(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume)
     values = train(
         recipe=recipe,
         accelerator=accelerator,
         model=model,
-        optimizer=accelerator.prepare_optimizer(optimizer),
+        optimizer=optimizer,
         schedule=schedule,
         batches=batches,
         held_out=held_out,
         run=run,
+        resumed_step=resume.step,
+        document_end=masked_document_end(recipe.data, tokenizer),
     )
     finish(recipe=recipe, accelerator=accelerator, model=model, tokenizer=tokenizer, run=run, values=values)
 

@@ -96,10 +96,17 @@ class RunLog:
 
 
 def open_log(
-    *, accelerator: Accelerator, recipe: Recipe, output_dir: Path, config: dict[str, Any], say: Callable[[str], None] = print
+    *,
+    accelerator: Accelerator,
+    recipe: Recipe,
+    output_dir: Path,
+    config: dict[str, Any],
+    resumed_step: int = 0,
+    say: Callable[[str], None] = print,
 ) -> RunLog:
     """Open metrics.jsonl (appending) and start the trackers that the Accelerator was made with; call it on every rank.
 
+    Lines of metrics.jsonl after resumed_step are cut: the steps are done again.
     `config` is shown by the trackers, nested in W&B and flattened to a.b.c elsewhere. `say` prints a line on the main process.
     W&B: without credentials, or when it cannot be reached within 20 s, the run is offline under <output_dir>/wandb and one line says how to
     look at it. WANDB_MODE=offline and disabled are respected. Sets WANDB_SILENT, and WANDB_MODE where it falls back, in this process.
@@ -107,6 +114,8 @@ def open_log(
     if not accelerator.is_main_process:
         return RunLog(accelerator=accelerator, file=None)
     output_dir.mkdir(parents=True, exist_ok=True)
+    if resumed_step:
+        _cut(output_dir / "metrics.jsonl", after=resumed_step)
     file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
     names = [str(name) for name in accelerator.log_with]
     reason = None
@@ -139,6 +148,20 @@ def open_log(
             else:
                 say(f"W&B: {run.url}")
     return RunLog(accelerator=accelerator, file=file, wandb_dir=wandb_dir)
+
+
+def _cut(path: Path, *, after: int) -> None:
+    """Leave the lines up to step `after`; what a killed run wrote of its last line goes too. Replaced in one go."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] <= after:
+                kept.append(line + "\n")
+    rewritten = path.with_name(f"{path.name}.tmp")
+    rewritten.write_text("".join(kept), encoding="utf-8")
+    rewritten.replace(path)
 
 
 def _start_trackers(accelerator: Accelerator, *, recipe: Recipe, output_dir: Path, config: dict[str, Any]) -> None:

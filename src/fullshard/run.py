@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fullshard import __version__
 from fullshard.accelerator import check_precision, precision_policies
+from fullshard.checkpoint import Resume, checkpoint_steps, checkpoints_folder
 from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
 from fullshard.evaluate import complete
 from fullshard.memory import GIB, predict_memory
@@ -39,20 +40,25 @@ class Run:
     """Per rank, of a training step."""
     started: float
     """time.perf_counter() at the first step."""
+    resumed_step: int = 0
+    """Steps that were done before it."""
 
 
-def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module) -> Run:
-    """Check what was prepared against what was asked, open the run folder and the trackers, print what is derived. Collective."""
+def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module, resume: Resume) -> Run:
+    """Check what was prepared against what was asked, open the run folder and the trackers, print what is derived. Collective.
+
+    Call it when the checkpoint is loaded: until then the folder is as it was.
+    """
     set_seed(recipe.seed, device_specific=True)  # Dropout: other numbers on each rank, the same in each run.
     terminal = Terminal(main_process=accelerator.is_main_process)
     config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model)
     memory = _expected_memory(recipe=recipe, placement=placement)
     output_dir = Path(recipe.output_dir)
-    if accelerator.is_main_process and (kept := _open_run_folder(output_dir, config=config)):
+    if accelerator.is_main_process and (kept := _open_run_folder(output_dir, config=config, resume=resume)):
         terminal.say(f"files of the earlier run in {output_dir} are now in {kept}")
-    terminal.table("fullshard pretrain", _start_table(recipe=recipe, placement=placement, config=config, memory=memory))
-    log = open_log(accelerator=accelerator, recipe=recipe, output_dir=output_dir, config=config, say=terminal.say)
-    return Run(terminal=terminal, log=log, predicted_peak_bytes=memory["peak"], started=time.perf_counter())
+    terminal.table("fullshard pretrain", _start_table(recipe=recipe, placement=placement, config=config, memory=memory, resume=resume))
+    log = open_log(accelerator=accelerator, recipe=recipe, output_dir=output_dir, config=config, resumed_step=resume.step, say=terminal.say)
+    return Run(terminal=terminal, log=log, predicted_peak_bytes=memory["peak"], started=time.perf_counter(), resumed_step=resume.step)
 
 
 def finish(
@@ -67,7 +73,7 @@ def finish(
     """Print how it ended and a few completions, and close what `start` opened. Collective; nothing collective may follow."""
     wall_s = time.perf_counter() - run.started
     logging = recipe.logging
-    run.terminal.table("finished", _end_table(recipe=recipe, values=values, wall_s=wall_s))
+    run.terminal.table("finished", _end_table(recipe=recipe, values=values, wall_s=wall_s, resumed_step=run.resumed_step))
     try:
         if logging.sample_tokens and logging.sample_prompts:
             completions = complete(
@@ -119,12 +125,20 @@ def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, in
         gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
         activation_checkpointing=placement.activation_checkpointing,
         wrapped=placement.auto_wrap_policy != "NO_WRAP",
+        document_mask=recipe.data.document_mask,
     )
 
 
-def _open_run_folder(output_dir: Path, *, config: dict[str, Any]) -> Path | None:
-    """Write config.yaml. Files of an earlier run in this folder are moved to previous/<n>, which is returned. Main process only."""
-    earlier = [path for path in (output_dir / "config.yaml", output_dir / "metrics.jsonl") if path.exists()]
+def _open_run_folder(output_dir: Path, *, config: dict[str, Any], resume: Resume) -> Path | None:
+    """Write config.yaml. What another run has left here is moved to previous/<n>, which is returned. Main process only.
+
+    Of a run that is continued that is nothing but checkpoints of later steps, which are done again: `auto` would take them for the newest.
+    """
+    checkpoints = checkpoints_folder(output_dir)
+    if resume.folder is not None and resume.folder.resolve().parent == checkpoints.resolve():
+        earlier = [path for step, path in checkpoint_steps(output_dir).items() if step > resume.step]
+    else:
+        earlier = [path for path in (output_dir / "config.yaml", output_dir / "metrics.jsonl", checkpoints) if path.exists()]
     kept = None
     if earlier:
         taken = [int(path.name) for path in (output_dir / "previous").glob("*") if path.name.isdigit()]
@@ -136,7 +150,9 @@ def _open_run_folder(output_dir: Path, *, config: dict[str, Any]) -> Path | None
     return kept
 
 
-def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any], memory: Mapping[str, int]) -> list[tuple[str, str]]:
+def _start_table(
+    *, recipe: Recipe, placement: Placement, config: dict[str, Any], memory: Mapping[str, int], resume: Resume
+) -> list[tuple[str, str]]:
     """Name and value of what is derived from the two YAML files."""
     train, derived = recipe.train, config["derived"]
     tokens = train.global_batch_size * recipe.data.sequence_length
@@ -150,6 +166,9 @@ def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any]
     rate = f"{optim.schedule}, peak {optim.learning_rate:g} at step {optim.warmup_steps}"
     if optim.warmup_steps > train.max_steps:
         rate += f": not reached in {train.max_steps} steps"
+    begins = "from the seed"
+    if resume.folder is not None:
+        begins = f"after step {resume.step}, from {resume.folder}, saved by {resume.num_processes} processes"
     peak = ", ".join(f"{name} {memory[name] / GIB:.3f}" for name in ("parameters", "gradients", "optimizer", "gathered", "activations"))
     return [
         ("parameters", f"{derived['parameters']:,}"),
@@ -164,17 +183,19 @@ def _start_table(*, recipe: Recipe, placement: Placement, config: dict[str, Any]
         ("learning rate", rate),
         ("tokens", f"{tokens:,} per step x {train.max_steps:,} steps = {tokens * train.max_steps:,}"),
         ("memory per rank", f"{memory['peak'] / GIB:.3f} GiB expected at the peak ({peak})"),
+        ("begins", begins),
         ("initial weights", f"hash {derived['initial_weights_hash']}" if derived["initial_weights_hash"] else "not hashed"),
         ("output", recipe.output_dir),
     ]
 
 
-def _end_table(*, recipe: Recipe, values: dict[str, float], wall_s: float) -> list[tuple[str, str]]:
+def _end_table(*, recipe: Recipe, values: dict[str, float], wall_s: float, resumed_step: int) -> list[tuple[str, str]]:
     """Name and value of how the run ended."""
+    own = values["train/tokens_seen"] * (1 - resumed_step / recipe.train.max_steps)  # Tokens since the run was resumed.
     rows = [
         ("train/loss", f"{values['train/loss']:.4f} nats"),
-        ("tokens seen", f"{values['train/tokens_seen']:,.0f} in {duration(wall_s)}"),
-        ("tokens/s", f"{values['train/tokens_seen'] / wall_s:,.0f}, evaluation included"),
+        ("tokens seen", f"{own:,.0f} in {duration(wall_s)}"),
+        ("tokens/s", f"{own / wall_s:,.0f}, evaluation included"),
         ("files", f"{recipe.output_dir}/config.yaml, {recipe.output_dir}/metrics.jsonl"),
     ]
     if "eval/loss" in values:
