@@ -15,8 +15,8 @@ from fullshard.sharding import placement_from_yaml
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "config", "parsing", "sharding"},
-    {"model", "data", "tokenizer", "hub", "losses", "optim", "memory"},
-    {"accelerator", "metrics", "evaluate", "terminal"},
+    {"model", "sources", "readers", "streams", "data", "shards", "prepare", "tokenizer", "hub", "documents", "losses", "optim", "memory"},
+    {"accelerator", "metrics", "evaluate", "terminal", "checkpoint", "describe"},
     {"run", "train"},
     {"__main__"},
 ]

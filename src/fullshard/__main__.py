@@ -1,47 +1,71 @@
-"""`python -m fullshard check`: are the accelerate YAML and the recipe YAML right? On any machine, without torch, in under a second."""
+"""`fullshard check | tokenize | data`: what can be done with a recipe without starting a run.
+
+`check`: are the accelerate YAML and the recipe YAML right? On any machine, without torch, in under a second.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from fullshard.config import gradient_accumulation_steps, resolve_batch
+from fullshard.config import check_output_dir, gradient_accumulation_steps, resolve_batch
 from fullshard.errors import COMMAND_LINE, UserError, one_line_errors
 from fullshard.parsing import DEFAULT_RECIPE, parse_recipe
 from fullshard.sharding import placement_from_yaml
 
-USAGE = "fullshard check [--accelerate_config FILE] [--num_processes N] [--quiet] [--config RECIPE] [--section.key value ...]"
+RECIPE = "[--config RECIPE] [--section.key value ...]"
+USAGE = {
+    "check": f"fullshard check [--accelerate_config FILE] [--num_processes N] [--quiet] {RECIPE}",
+    "tokenize": f"fullshard tokenize --output DIR [--num_workers N] [--shard_tokens N] {RECIPE}",
+    "data": f"fullshard data [--rows N] {RECIPE}",
+}
+PURPOSE = {
+    "check": "Check an accelerate YAML and a recipe together and print what they mean.",
+    "tokenize": "Tokenize a recipe's training and held-out text once, into a dataset that training streams and the Hub takes. "
+    "Run again after an interruption it makes what is missing.",
+    "data": "Show what a recipe will read: sources, sizes, how files are dealt to streams, epochs, the first packed rows.",
+}
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, command: str) -> None:
+        super().__init__(
+            usage=USAGE[command], allow_abbrev=False, description=f"{PURPOSE[command]} All keys of the recipe: recipes/pretrain.py --help."
+        )
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{COMMAND_LINE}: {message}")
 
 
 @one_line_errors
 def main() -> None:
-    """Entry point: `check` prints a summary, or one line on stderr and exit code 2."""
+    """Entry point: a mistake is one line on stderr and exit code 2."""
     match sys.argv[1:]:
         case ["check", *rest]:
             _check(rest)
+        case ["tokenize", *rest]:
+            _tokenize(rest)
+        case ["data", *rest]:
+            _data(rest)
         case [] | ["-h" | "--help"]:
-            print(f"usage: {USAGE}\n\nCheck an accelerate YAML and a recipe together and print what they mean.")
+            print("\n\n".join(f"usage: {USAGE[command]}\n\n{PURPOSE[command]}" for command in USAGE))
         case [command, *_]:
-            raise UserError(f"{COMMAND_LINE}: {command}: no such command; there is check")
+            raise UserError(f"{COMMAND_LINE}: {command}: no such command; there are {', '.join(USAGE)}")
 
 
 def _check(argv: list[str]) -> None:
-    parser = _Parser(usage=USAGE, allow_abbrev=False, description="All keys of the recipe: recipes/pretrain.py --help.")
+    parser = _Parser("check")
     default = Path(os.path.relpath(DEFAULT_RECIPE.parents[1] / "accelerate_configs" / "fsdp.yaml"))
     parser.add_argument("--accelerate_config", type=Path, default=default, metavar="FILE", help="accelerate YAML (default: %(default)s)")
     parser.add_argument("--num_processes", type=int, metavar="N", help="as of accelerate launch: wins over the YAML's")
     parser.add_argument("--quiet", action="store_true", help="print mistakes only")
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.num_processes is not None and arguments.num_processes < 1:
-        raise UserError(f"{COMMAND_LINE}: --num_processes: {arguments.num_processes}: must be an integer > 0")
+    if arguments.num_processes is not None:
+        _at_least(1, arguments, "num_processes")
 
     placement = placement_from_yaml(arguments.accelerate_config, num_processes=arguments.num_processes)
     recipe = resolve_batch(parse_recipe(rest), world_size=placement.num_processes)
@@ -56,6 +80,65 @@ def _check(argv: list[str]) -> None:
         f"{placement.num_processes} processes x gradient_accumulation_steps {accumulation}\n"
         f"{tokens:,} tokens per step x {train.max_steps:,} steps = {tokens * train.max_steps:,} tokens"
     )
+
+
+def _tokenize(argv: list[str]) -> None:
+    parser = _Parser("tokenize")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the dataset; a new one, or one to go on with")
+    parser.add_argument("--num_workers", type=int, default=cores, metavar="N", help="processes (default: one a core, here %(default)s)")
+    parser.add_argument("--shard_tokens", type=int, default=2**25, metavar="N", help="about so many tokens a file (default: %(default)s)")
+    arguments, rest = parser.parse_known_args(argv)
+    _at_least(1, arguments, "num_workers")
+    _at_least(1, arguments, "shard_tokens")
+    recipe = parse_recipe(rest)
+    try:
+        check_output_dir(replace(recipe, output_dir=arguments.output, sources={"output_dir": COMMAND_LINE}))
+    except UserError as error:
+        raise UserError(str(error).replace("--output_dir", "--output")) from None
+
+    # Imported here, as for `data`: they take seconds.
+    import yaml
+    from rich.console import Console
+
+    from fullshard.prepare import tokenize
+    from fullshard.shards import COLUMN
+
+    manifest = tokenize(
+        data=recipe.data,
+        output=Path(arguments.output),
+        num_workers=arguments.num_workers,
+        shard_tokens=arguments.shard_tokens,
+        console=Console(),
+    )
+    for split, total in manifest["totals"].items():
+        skipped = f", {total['bad_rows']:,} bad rows skipped" if total["bad_rows"] else ""
+        sizes = f"{total['tokens']:,} tokens, {total['shards']:,} files, {total['bytes'] / 1e6:,.1f} MB"
+        print(f"{arguments.output}: {split}: {total['documents']:,} documents, {sizes}{skipped}")
+    keys = {"path": arguments.output, "tokens_column": COLUMN}
+    if "validation" in manifest["totals"]:
+        keys["evaluation_split"] = "validation"
+    if recipe.data.tokenizer != type(recipe.data)().tokenizer:
+        keys["tokenizer"] = recipe.data.tokenizer
+    print(f"To train from it:\n{yaml.safe_dump({'data': keys}, sort_keys=False)}", end="")
+
+
+def _data(argv: list[str]) -> None:
+    parser = _Parser("data")
+    parser.add_argument("--rows", type=int, default=2, metavar="N", help="packed rows to show (default: %(default)s)")
+    arguments, rest = parser.parse_known_args(argv)
+    _at_least(0, arguments, "rows")
+    recipe = parse_recipe(rest)
+
+    from fullshard.describe import describe
+    from fullshard.terminal import Terminal
+
+    describe(recipe, rows=arguments.rows, terminal=Terminal(main_process=True))
+
+
+def _at_least(least: int, arguments: Any, name: str) -> None:
+    if getattr(arguments, name) < least:
+        raise UserError(f"{COMMAND_LINE}: --{name}: {getattr(arguments, name)}: must be an integer >= {least}")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class Terminal:
     def samples(self, completions: Iterable[tuple[str, str]]) -> None:
         """Prompt and completion pairs: the model's own text, brackets and control characters included, shown literally."""
         for prompt, completion in completions:
-            text = Text.assemble((_printable(prompt), "bold"), _printable(completion))
+            text = Text.assemble((printable(prompt), "bold"), printable(completion))
             self.console.print(Text.assemble(("> ", "dim"), text), soft_wrap=not self._draws())
 
     def _draws(self) -> bool:
@@ -126,6 +126,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     # An untrained byte-level model emits any byte; ESC or CR would reach the terminal as a command.
     return "".join(character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}" for character in text)
