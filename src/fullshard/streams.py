@@ -210,7 +210,13 @@ def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[np
     end = int(tokenizer.eos_token_id)
 
     def encode(texts: list[str]) -> list[np.ndarray]:
-        return [np.array([*encoding.ids, end], dtype=np.int32) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        documents = []
+        for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
+            ids = encoding.ids
+            tokens = np.empty(len(ids) + 1, dtype=np.int32)
+            tokens[:-1], tokens[-1] = ids, end
+            documents.append(tokens)
+        return documents
 
     return encode
 
