@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -190,6 +191,11 @@ def train_batches(
     order = _order(data, corpus=corpus, seed=seed, tokenizer=tokenizer)
     if position is not None:
         _check_order(position["order"], order)
+        if len(position["streams"]) != count or any(len(places) != len(readings) for places in position["streams"].values()):
+            raise UserError(
+                f"checkpoint.resume: its data position has not all of {count} streams x {len(readings)} sources; take an older one"
+            )
+    _allow_open_files()
     batches = Batches(
         plan,
         position=position or {"rows": 0, "streams": {}},
@@ -341,6 +347,12 @@ class _Loader(IterableDataset[Chunk]):
                 told.retries, told.bad_rows = tally.retries, tally.bad_rows
                 if failure is not None:
                     return
+
+
+def _allow_open_files() -> None:
+    """As many as the system lets a process have: every stream keeps a file open, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _position(values: Sequence[int]) -> Position:

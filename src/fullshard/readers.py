@@ -12,10 +12,10 @@ import functools
 import io
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import UserError, first_line
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 64  # Documents decoded together. More would be read in vain where a run goes on in the middle.
 BATCH_BYTES = 2**18
+BUFFERED_BYTES = 2**22  # Of a column of a row group, read at once.
 TOKENIZER_KEY = b"fullshard.tokenizer"  # Of the parquet files' metadata: hash of the tokenizer that made the tokens.
 
 
@@ -201,7 +202,7 @@ def _opened(file: File, reading: Reading, **options: Any) -> Iterator[Any]:
     """The file in binary mode; its size must be what it was when it was listed, on which the positions in it rest."""
     if "://" not in file.url:
         handle: Any = open(file.url, "rb")  # noqa: SIM115
-        size = Path(file.url).stat().st_size
+        size = os.fstat(handle.fileno()).st_size
     else:
         import fsspec
 
@@ -243,8 +244,8 @@ def _parquet(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry
 def _parquet_file(file: Any, listed: File) -> pq.ParquetFile:
     import pyarrow.parquet as pq
 
-    # Remote: the row group's column in one request.
-    return pq.ParquetFile(file, pre_buffer=True) if "://" in listed.url else pq.ParquetFile(listed.url)
+    # A column of a row group may have hundreds of megabytes, and each stream has one: it is read in parts.
+    return pq.ParquetFile(file if "://" in listed.url else listed.url, buffer_size=BUFFERED_BYTES)
 
 
 def _row_groups(parquet: pq.ParquetFile) -> list[int]:

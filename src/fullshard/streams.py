@@ -8,6 +8,7 @@ the window begins, the place in the window's order, and the token within the doc
 from __future__ import annotations
 
 import copy
+import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,11 +124,11 @@ def _deal_whole(files: Sequence[File], *, count: int, seed: int) -> list[list[Pi
     # Large files first, by powers of two, each to the stream that has least: streams then end their epochs nearly together.
     order = sorted(shuffled(range(len(files)), seed), key=lambda index: -files[index].size.bit_length())
     dealt: list[list[Piece]] = [[] for _ in range(count)]
-    filled = [0] * count
+    filled = [(0, number) for number in range(count)]
     for index in order:
-        lightest = filled.index(min(filled))
+        size, lightest = filled[0]
         dealt[lightest].append(whole(files[index]))
-        filled[lightest] += files[index].size + 1
+        heapq.heapreplace(filled, (size + files[index].size + 1, lightest))
     return dealt
 
 
