@@ -24,7 +24,7 @@ def main() -> None:
     from fullshard.accelerator import build_accelerator, on_main, prepare_model
     from fullshard.checkpoint import find_checkpoint, load_checkpoint
     from fullshard.data import evaluation_rows, train_batches
-    from fullshard.documents import masked_document_end
+    from fullshard.document_mask import masked_document_end
     from fullshard.metrics import check_trackers
     from fullshard.model import build_on_meta, llama_config
     from fullshard.optim import build_optimizer, build_schedule
@@ -52,7 +52,9 @@ def main() -> None:
         documents_log=f"{recipe.output_dir}/documents",
         **ranks,
     )
-    held_out = evaluation_rows(data=recipe.data, tokenizer=tokenizer, corpus=corpus, max_rows=recipe.evaluation.max_rows, **ranks)
+    held_out = evaluation_rows(
+        data=recipe.data, tokenizer=tokenizer, corpus=corpus, max_rows=recipe.evaluation.max_rows, note=batches.note, **ranks
+    )
 
     model = prepare_model(accelerator, build_on_meta(config), seed=recipe.seed)
     adamw = build_optimizer(model.parameters(), optim=recipe.optim)

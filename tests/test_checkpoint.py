@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from test_model import TIED, TINY, prepared
 from test_train_step import OPTIM, whole_parameters
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.config import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig, ModelConfig, Recipe, TrainConfig
 from fullshard.errors import UserError
 from fullshard.model import canonical_parameters
+from fullshard.run import _end_table
 
 STREAMS, STEPS = 8, 6
 FP32 = {"ACCELERATE_MIXED_PRECISION": "no"}
@@ -28,20 +31,20 @@ COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}
 
 
 class FakeBatches:
-    """Rows drawn from (stream, place in the stream); every stream has one row in each global batch."""
+    """Rows drawn from (stream, place in the stream); every stream has `each` rows in each global batch."""
 
-    def __init__(self, *, rank: int, world_size: int, position: dict[str, Any] | None, lost_at: int | None = None) -> None:
+    def __init__(self, *, rank: int, world_size: int, position: dict[str, Any] | None, each: int = 1, lost_at: int | None = None) -> None:
         self.rows = position["rows"] if position else 0
         self.places = {s: (position["streams"][str(s)] if position else 0) for s in range(rank, STREAMS, world_size)}
-        self.rank, self.lost_at = rank, lost_at
+        self.rank, self.each, self.lost_at = rank, each, lost_at
         self.told = False
 
     def __next__(self) -> torch.Tensor:
         if self.lost_at is not None and self.rows // STREAMS + 1 == self.lost_at:
             raise UserError(f"data.path: here: rank {self.rank} gets nothing any more")
-        seeds = [stream * 1000 + place for stream, place in self.places.items()]
-        self.places = {stream: place + 1 for stream, place in self.places.items()}
-        self.rows += STREAMS
+        seeds = [stream * 1000 + place + more for more in range(self.each) for stream, place in self.places.items()]
+        self.places = {stream: place + self.each for stream, place in self.places.items()}
+        self.rows += STREAMS * self.each
         return torch.stack([torch.randint(0, 131, (33,), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
     def position(self) -> dict[str, Any]:
@@ -105,7 +108,13 @@ def run_steps(*, recipe: Recipe, lost_at: int | None = None, lost_ranks: tuple[i
     accelerator = parts["accelerator"]
     loaded = whole_state(parts["model"], parts["optimizer"])
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    batches = FakeBatches(rank=rank, world_size=world_size, position=resume.position, lost_at=lost_at if rank in lost_ranks else None)
+    batches = FakeBatches(
+        rank=rank,
+        world_size=world_size,
+        position=resume.position,
+        each=recipe.train.global_batch_size // STREAMS,
+        lost_at=lost_at if rank in lost_ranks else None,
+    )
     run = start(recipe=recipe, placement=placement_from_environment(), accelerator=accelerator, model=parts["model"], resume=resume)
     said: list[str] = []
     run.terminal.say = said.append
@@ -241,9 +250,92 @@ def test_a_fresh_run_does_not_inherit_checkpoints(pool: Any, straight: Any, tmp_
     """`auto` would later take them for its own."""
     output_dir = tmp_path / "run"
     shutil.copytree(straight[0], output_dir)
+    (output_dir / "documents").mkdir()
     pool.run(run_steps, config="fsdp_fp32.yaml", recipe=recipe_for(output_dir, every=2, max_steps=2))
     assert folders(output_dir) == ["step_00000002"]
-    assert sorted(path.name for path in (output_dir / "previous" / "1").iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    earlier = ["checkpoints", "config.yaml", "documents", "metrics.jsonl"]
+    assert sorted(path.name for path in (output_dir / "previous" / "1").iterdir()) == earlier
+
+
+def started_late(*, recipe: Recipe) -> list[str]:
+    """What is in the run folder when `start` returns, where the main process is slow to open it."""
+    from unittest import mock
+
+    from fullshard import run
+    from fullshard.sharding import placement_from_environment
+
+    resume, parts = assembled(recipe)
+    opens = run._open_run_folder
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        time.sleep(1)
+        return opens(*arguments, **options)
+
+    with mock.patch.object(run, "_open_run_folder", late):
+        run.start(
+            recipe=recipe,
+            placement=placement_from_environment(),
+            accelerator=parts["accelerator"],
+            model=parts["model"],
+            resume=resume,
+        )
+    return sorted(path.name for path in Path(recipe.output_dir).iterdir() if path.name in ("config.yaml", "documents", "previous"))
+
+
+def test_no_rank_starts_before_the_earlier_run_is_out_of_the_way(pool: Any, tmp_path: Path) -> None:
+    """What it wrote to documents/ would be moved away under it."""
+    (tmp_path / "documents").mkdir()
+    assert pool.run(started_late, timeout=30, recipe=recipe_for(tmp_path)) == [["config.yaml", "previous"]] * 2
+
+
+def test_tokens_seen_go_on_from_the_rows_read_when_the_batch_changes(pool: Any, straight: Any, tmp_path: Path) -> None:
+    recipe = recipe_for(tmp_path, resume=str(straight[0] / "checkpoints" / "step_00000003"))
+    assert column(straight[0], "train/tokens_seen") == [step * STREAMS * 32 for step in range(1, STEPS + 1)]
+    doubled = replace(recipe, train=replace(recipe.train, global_batch_size=2 * STREAMS))
+    pool.run(run_steps, recipe=doubled)
+    assert column(tmp_path, "train/tokens_seen") == [(3 + 2 * more) * STREAMS * 32 for more in range(1, 4)]
+    ended = dict(_end_table(recipe=doubled, values=lines(tmp_path)[-1], wall_s=1.0, resumed_step=3))
+    assert ended["tokens seen"] == f"{3 * 2 * STREAMS * 32:,} in 1s"
+
+
+def start_table(*, recipe: Recipe) -> list[tuple[str, str]]:
+    from unittest import mock
+
+    from fullshard.terminal import Terminal
+
+    with mock.patch.object(Terminal, "table", autospec=True) as table:
+        run_steps(recipe=recipe)
+    rows: list[tuple[str, str]] = table.call_args.args[2]
+    return rows
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_hash_says_of_which_weights_it_is(pool: Any, straight: Any, tmp_path: Path, resumed: bool) -> None:
+    recipe = recipe_for(tmp_path, resume=str(straight[0] / "checkpoints" / "step_00000003") if resumed else "never", max_steps=4)
+    hashed = replace(recipe, logging=replace(recipe.logging, weights_hash=True))
+    table = pool.run(start_table, recipe=hashed)[0]
+    derived = yaml.safe_load((tmp_path / "config.yaml").read_text())["derived"]
+    key, name = ("resumed_weights_hash", "weights at step 3") if resumed else ("initial_weights_hash", "initial weights")
+    assert [found for found in derived if found.endswith("weights_hash")] == [key]
+    assert [(found, value) for found, value in table if "weights" in found] == [(name, f"hash {derived[key]}")]
+
+
+def host_groups(*, recipe: Recipe) -> list[float]:
+    """Timeouts in seconds of the gloo groups that a run makes."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        run_steps(recipe=recipe)
+    return [call.kwargs["timeout"].total_seconds() for call in made.call_args_list if call.kwargs.get("backend") == "gloo"]
+
+
+def test_ranks_wait_for_one_that_retries_as_long_as_the_recipe_says(pool: Any, tmp_path: Path) -> None:
+    """Each of 101 tries may last the 30 s of a silent server and the 30 s after it; torch waits 30 minutes."""
+    recipe = recipe_for(tmp_path, max_steps=1)
+    patient = replace(recipe, data=replace(recipe.data, max_retries=100, timeout_seconds=30.0))
+    assert pool.run(host_groups, recipe=patient) == [[101 * (30 + 30) + 1800]] * 2
 
 
 @pytest.mark.parametrize(("every", "world_size", "lost_ranks"), [(0, 2, (1,)), (2, 4, (2, 3)), (0, 1, (0,))])

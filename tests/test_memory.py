@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fullshard.config import ModelConfig
-from fullshard.documents import document_context
+from fullshard.document_mask import document_context
 from fullshard.losses import next_token_loss_sum
 from fullshard.memory import (
     MemoryUse,

@@ -29,7 +29,6 @@ from fullshard.metrics import (
     peak_flops,
     peak_flops_of_gpu,
     throughput,
-    tokens_seen,
     training_flops_per_token,
 )
 from fullshard.terminal import Terminal, duration
@@ -259,10 +258,6 @@ def test_throughput_is_tokens_over_time() -> None:
     }
     assert values["throughput/tokens_per_second"] * 8.0 == 61_440  # O22
     assert "throughput/mfu_pct" not in throughput(steps=1, tokens=1, wall_s=1, data_wait_s=0, flops_per_token=1, peak_flops_per_s=None)
-
-
-def test_tokens_seen_is_exact_beyond_floats() -> None:
-    assert tokens_seen(step=3_000_001, global_batch_size=1025, sequence_length=8193) == 3_000_001 * 1025 * 8193
 
 
 def test_flops_per_token_by_the_palm_formula() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fullshard.config import ModelConfig, RopeParameters, ShardingConfig
 from fullshard.errors import UserError
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash
-from fullshard.tokenizer import load_tokenizer
+from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, vocabulary_size
 
 TINY = ModelConfig(
     vocab_size=131,  # divides by no world size here, so the last rank's shard is the smaller one
@@ -209,3 +211,17 @@ def test_llama_config_carries_every_field() -> None:
 def test_embedding_smaller_than_the_tokenizer_is_refused() -> None:
     with pytest.raises(UserError, match=r"^model.vocab_size: 4095: smaller than the tokenizer, 4096 tokens"):
         llama_config(replace(TINY, vocab_size=4095), tokenizer=load_tokenizer("bundled"))
+
+
+def test_a_vocabulary_with_holes_needs_rows_up_to_its_largest_id(tmp_path: Path) -> None:
+    written = json.loads(BUNDLED_TOKENIZER.read_text())
+    vocabulary = written["model"]["vocab"]
+    largest = max(vocabulary, key=vocabulary.get)
+    vocabulary[largest] += 100
+    (tmp_path / "holes.json").write_text(json.dumps(written))
+    tokenizer = load_tokenizer(str(tmp_path / "holes.json"))
+    assert (len(tokenizer), vocabulary_size(tokenizer)) == (4096, 4196)
+    assert vocabulary_size(load_tokenizer("bundled")) == 4096
+    with pytest.raises(UserError, match=r"^model.vocab_size: 4195: smaller than the tokenizer, 4196 tokens"):
+        llama_config(replace(TINY, vocab_size=4195), tokenizer=tokenizer)
+    llama_config(replace(TINY, vocab_size=4196), tokenizer=tokenizer)

@@ -25,16 +25,18 @@ import torch
 import xxhash
 from rich.console import Console
 
+from fullshard import sources
 from fullshard.__main__ import main
 from fullshard.assets.train_tokenizer import train_tokenizer
 from fullshard.config import DataConfig, SourceConfig
 from fullshard.data import evaluation_rows, train_batches
 from fullshard.errors import UserError
 from fullshard.parsing import parse_recipe
-from fullshard.prepare import tokenize
+from fullshard.prepare import _published, _units, tokenize
 from fullshard.readers import TOKENIZER_KEY
-from fullshard.sources import list_corpus
-from fullshard.tokenizer import load_tokenizer, tokenizer_hash
+from fullshard.sources import enterable, list_corpus
+from fullshard.streams import reading_of
+from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, tokenizer_hash
 
 COMMAND = [sys.executable, "-m", "fullshard"]
 WORDS = ["the", "of", "shard", "stream", "token", "naïve", "你好", "return", "def", "42", "<|endoftext|>", "\n\t", "", ";"]
@@ -162,13 +164,43 @@ def test_shards_do_not_depend_on_workers_or_the_folder(made: Made, tmp_path: Pat
     finally:
         for path, name in zip(moved, made.data.data_files or [], strict=True):
             path.rename(name)
-    ours, theirs = contents(tmp_path / "output"), contents(made.output)
-    del ours["manifest.json"], theirs["manifest.json"]  # It names the recipe's files.
-    assert ours == theirs
+    assert contents(tmp_path / "output") == contents(made.output)
     # Finished: nothing is done again, though the files are now elsewhere.
     before = identities(list((tmp_path / "output").rglob("*.*")))
     make(made.data, tmp_path / "output")
     assert identities(list((tmp_path / "output").rglob("*.*"))) == before
+
+
+def test_a_published_folder_does_not_say_where_files_lay(made: Made, tmp_path: Path) -> None:
+    """URLs and Hub names are for all; of what is local the last name is enough."""
+    folder = tmp_path / "secret" / "corpus"
+    folder.mkdir(parents=True)
+    write_lines(folder / "a.jsonl", made.train)
+    (tmp_path / "secret" / "mine.json").write_bytes(BUNDLED_TOKENIZER.read_bytes())
+    data = DataConfig(path=str(folder), tokenizer=str(tmp_path / "secret" / "mine.json"), evaluation_documents=1)
+    manifest = make(data, tmp_path / "output")
+    assert (manifest["data"]["path"], manifest["data"]["tokenizer"], manifest["tokenizer"]["name"]) == ("corpus", "mine.json", "mine.json")
+    for name in ("manifest.json", "README.md"):
+        assert "secret" not in (tmp_path / "output" / name).read_text()
+    named = made.manifest["data"]
+    assert (named["data_files"], named["evaluation_files"]) == (["train_0.jsonl", "train_1.jsonl"], ["held_out.jsonl"])
+    assert _published("hf://datasets/a/b/c.parquet") == "hf://datasets/a/b/c.parquet"
+
+
+def test_units_look_at_each_file_a_few_times(monkeypatch: pytest.MonkeyPatch, made: Made) -> None:
+    """Not at all files for each of them: a Hub dataset has 100,000."""
+    seen: list[str] = []
+
+    def counted(builder: str, url: str) -> bool:
+        seen.append(url)
+        return enterable(builder, url)
+
+    (source,) = list_corpus(made.data, held_out=False).training
+    many = replace(source, files=tuple(replace(source.files[0], url=f"https://here/{number}.jsonl") for number in range(100)))
+    reading = reading_of(many, made.data, bundled())
+    monkeypatch.setattr(sources, "enterable", counted)
+    assert len(list(_units(many, "train", reading, 2**40))) == 1
+    assert len(seen) == 100
 
 
 @pytest.mark.parametrize("kind", ["parquet", "text", "jsonl.gz"])
@@ -255,7 +287,7 @@ def test_a_bad_row_is_one_line_and_what_is_finished_stays(
     output, errors = capfd.readouterr()
     assert output == ""
     assert errors.startswith(f"error: {path}: byte {sum(map(len, lines[:140]))}: not JSON: ")
-    assert errors.endswith("repair it or set data.on_bad_row: skip\n")
+    assert errors.endswith("set data.on_bad_row: skip to leave it out\n")
     assert errors.count("\n") == 1
     before = identities(list((tmp_path / "out" / "data").iterdir()))
     assert len(before) >= 2

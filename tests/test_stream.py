@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -348,7 +350,8 @@ def test_files_that_can_be_entered_anywhere_beside_others(tmp_path):
         parts.append(write_lines(tmp_path / f"x{ending}", [texts(*range(1, 15), mark=f"m{ending}")], ending=ending))
     both = replace(parts[0].data, data_files=[f"{tmp_path}/x*/*"])
     data = small(both, shuffle_window=2)
-    written = Written(data, parts[0].expected | parts[1].expected)
+    named = {f"{folder}/{name}": ids for folder, part in zip(("x", "x.gz"), parts, strict=True) for name, ids in part.expected.items()}
+    written = Written(data, named)
     straight = run(data, Leg(60), log_in=tmp_path)
     check_exact(straight, written, data, epochs=2)
     pieces = [piece for stream in deal(list_corpus(data, held_out=False).training[0], count=4, seed=0) for piece in stream]
@@ -426,7 +429,6 @@ def test_position_is_small_json_whatever_is_held(tmp_path):
         ("data.sequence_length", {"sequence_length": 7}),
         ("data.shuffle_window", {"shuffle_window": 6}),
         ("data.carry_remainder", {"carry_remainder": False}),
-        ("data.on_bad_row", {"on_bad_row": "skip"}),
         ("data.tokenizer", {"tokenizer": "other"}),
         ("the files of data", {"data_files": ["{folder}/0[0-2].parquet"]}),
     ],
@@ -478,11 +480,11 @@ def test_d06_fewer_files_than_ranks_or_no_multiple_of_them(tmp_path, monkeypatch
     decoded: list[tuple[str, int]] = []
     opened = readers._parquet_file
 
-    def watched(file: Any, listed: Any) -> Any:
-        parquet = opened(file, listed)
+    def watched(file: Any) -> Any:
+        parquet = opened(file)
         iterate = parquet.iter_batches
         monkeypatch.setattr(parquet, "iter_batches", lambda *args, row_groups, **kwargs: (
-            decoded.extend((listed.url, group) for group in row_groups) or iterate(*args, row_groups=row_groups, **kwargs)
+            decoded.extend((file.name, group) for group in row_groups) or iterate(*args, row_groups=row_groups, **kwargs)
         ), raising=False)  # fmt: skip
         return parquet
 
@@ -749,7 +751,7 @@ def test_a_bad_row_stops_the_run_or_is_left_out(tmp_path, case):
     message = str(error.value)
     assert f"/a.{'jsonl' if case in BAD_LINES else 'parquet'}: {where}: " in message
     assert reason in message
-    assert message.endswith("; repair it or set data.on_bad_row: skip")
+    assert message.endswith("; set data.on_bad_row: skip to leave it out")
     assert "\n" not in message
 
     skipping = replace(data, on_bad_row="skip")
@@ -781,7 +783,7 @@ def broken_files(folder: Path, case: str) -> tuple[DataConfig, str]:
 @pytest.mark.parametrize("case", ["cut parquet", "damaged parquet", "cut jsonl.gz", "cut jsonl.zst"])
 def test_a_broken_file_stops_the_run_or_its_rest_is_left_out(tmp_path, case):
     data, name = broken_files(tmp_path, case)
-    with pytest.raises(UserError, match=rf"^\S+/{name}: [^\n]+; repair it, take it out or set data\.on_bad_row: skip$"):
+    with pytest.raises(UserError, match=rf"^\S+/{name}: [^\n]+; set data\.on_bad_row: skip to leave out the rest of it$"):
         run(data, Leg(200), log_in=tmp_path)
     skipping = replace(data, on_bad_row="skip")
     straight = run(skipping, Leg(130), log_in=tmp_path)
@@ -865,6 +867,143 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path):
         else:
             with pytest.raises(UserError, match=r"^data\.tokenizer: \S+: its tokens are of another tokenizer, another not "):
                 ranks(data)
+
+
+def test_a_bad_row_can_be_left_out_by_the_run_that_goes_on(tmp_path):
+    """The row stops it after an exact position, from which the advice of the message must be possible."""
+    texts_of = [f"document {number}" for number in range(200)]
+    lines = [json.dumps({"text": None if number == 120 else text}) for number, text in enumerate(texts_of)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = small(DataConfig(path="json", data_files=[str(tmp_path / "a.jsonl")]), num_streams=1, num_workers=1)
+    (stopped,) = ranks(data, batch=2)
+    taken = []
+    with pytest.raises(UserError, match=r"a\.jsonl: byte \d+: text holds null, not text; set data\.on_bad_row: skip"):
+        taken.extend(stopped)
+    (resumed,) = ranks(replace(data, on_bad_row="skip"), batch=2, position=json.loads(json.dumps(stopped.position())))
+    (straight,) = ranks(replace(data, on_bad_row="skip"), batch=2)
+    both = [*taken, *(next(resumed) for _ in range(20))]
+    assert torch.equal(torch.cat(both), torch.cat([next(straight) for _ in both]))
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), FileNotFoundError("gone"), ValueError("no ranges"), ImportError("s3fs")])
+def test_no_access_is_no_bad_row(tmp_path, monkeypatch, error):
+    """With data.on_bad_row: skip the rest of the file would be missed by nobody."""
+
+    def denied(*_: Any) -> Any:
+        raise error
+
+    data = small(numbered(tmp_path, files=4, documents=40), on_bad_row="skip")
+    monkeypatch.setattr(readers, "_parquet", denied)
+    with pytest.raises(UserError, match=r"\.parquet: \w+Error: [^\n]+$"):
+        ranks(data)
+
+
+def test_a_source_that_is_seldom_chosen_is_looked_into_at_the_start(tmp_path):
+    """At weight 0.001 its first row comes after hundreds of steps."""
+    for name, content in (("wrong", {"text": list(range(40))}), ("short", {"text": ["a", "b"]})):
+        pq.write_table(pa.table(content), tmp_path / f"{name}.parquet")
+    (tmp_path / "rest").mkdir()
+    rest = write_parquet(tmp_path / "rest", [GOOD, GOOD]).data
+    for name, message in (
+        ("wrong", r"^data\.text_column: text: \S+: holds int64, not text$"),
+        ("short", r"stream \d of 4 has no document"),
+    ):
+        sources = [
+            SourceConfig(path="parquet", data_files=rest.data_files, text_column=rest.text_column),
+            SourceConfig(path="parquet", data_files=[str(tmp_path / f"{name}.parquet")], weight=0.001),
+        ]
+        with pytest.raises(UserError, match=message):
+            ranks(small(DataConfig(mixture=sources)))
+
+
+def test_a_struct_beside_a_column_with_a_dot(tmp_path):
+    """pyarrow's `columns` takes `meta` and its fields for a prefix of `meta.text`."""
+    table = pa.table({"meta": [{"text": "wrong"}] * 9, "meta.text": [f"right {number}" for number in range(9)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    data = DataConfig(path="parquet", data_files=[str(tmp_path / "a.parquet")], text_column="meta.text")
+    (batches,) = ranks(small(data, num_streams=1))
+    text = TOKENIZER.decode(next(batches).flatten())
+    assert "right" in text
+    assert "wrong" not in text
+
+
+def test_what_a_card_says_about_its_csv_holds(tmp_path):
+    """And what it says about files that are read without `datasets` is refused, not ignored."""
+    head = "---\nconfigs:\n- config_name: default\n  data_files: "
+    (tmp_path / "README.md").write_text(f"{head}a.csv\n  column_names: [text]\n  sep: ';'\n---\n")
+    (tmp_path / "a.csv").write_text("one\ntwo\nthree\n")
+    data = small(DataConfig(path=str(tmp_path)), num_streams=1, shuffle_window=1)
+    (batches,) = ranks(data)
+    assert TOKENIZER.decode(next(batches).flatten()).split("<|endoftext|>")[:3] == ["one", "two", "three"]
+    (tmp_path / "b.parquet").write_bytes(b"")
+    pq.write_table(pa.table({"text": ["a"], "b": ["c"]}), tmp_path / "b.parquet")
+    (tmp_path / "README.md").write_text(f"{head}b.parquet\n  columns: [text]\n---\n")
+    with pytest.raises(UserError, match="its card sets columns, which is not supported for parquet files"):
+        ranks(data)
+
+
+def test_a_link_to_a_file_is_the_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"document {number}"}) for number in range(9)))
+    (tmp_path / "l.jsonl").symlink_to(tmp_path / "a.jsonl")
+    for data in (DataConfig(path=str(tmp_path)), DataConfig(path="json", data_files=[str(tmp_path), f"file://{tmp_path}/a.jsonl"])):
+        assert len(list_corpus(data, held_out=False).training[0].files) == 1
+
+
+def test_of_a_folder_hidden_and_other_files_are_left_out(tmp_path):
+    for name in ("a.jsonl", ".b.jsonl", "README.md", ".git/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}')
+    (source,) = list_corpus(DataConfig(path="json", data_files=[str(tmp_path)]), held_out=False).training
+    assert [file.name for file in source.files] == ["a.jsonl"]
+
+
+def test_an_end_of_text_that_the_tokenizer_makes_of_text_is_no_border(tmp_path, monkeypatch):
+    """Unigram models do, whatever encode_special_tokens says."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.Unigram([("<unk>", -9.0), ("</s>", -1.0), ("a", -1.0), ("b", -1.0), ("c", -1.0)], unk_id=0))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    end = tokenizer.eos_token_id
+    assert [ids.tolist() for ids in streams.encoder(tokenizer)(["ab</s>c", "ab"])] == [[2, 3, 4, end], [2, 3, end]]
+
+
+def test_a_worker_ends_with_its_rank(tmp_path):
+    """After a kill -9 it would hold the lock on the run folder and the rank's sockets for as long as a stalled read takes."""
+    script = """
+import os, sys
+from fullshard.config import DataConfig
+from fullshard.data import train_batches
+from fullshard.sources import list_corpus
+from fullshard.tokenizer import load_tokenizer
+data = DataConfig(path="parquet", data_files=[sys.argv[1]], tokens_column="input_ids", num_streams=1, num_workers=1, sequence_length=16)
+arguments = dict(tokenizer=load_tokenizer("bundled"), corpus=list_corpus(data, held_out=False), seed=0, rank=0, world_size=1)
+batches = train_batches(data=data, global_batch_size=1, **arguments)
+import multiprocessing
+print(multiprocessing.active_children()[0].pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    data = numbered(tmp_path, files=1, documents=4000)
+    ended = subprocess.run([sys.executable, "-c", script, data.data_files[0]], capture_output=True, text=True, check=False)
+    assert ended.returncode == -9, ended.stderr
+    time.sleep(0.5)
+    state = Path(f"/proc/{ended.stdout.strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_the_log_outlives_a_run_that_does_not_begin(tmp_path):
+    data = replace(numbered(tmp_path, files=4, documents=80), log_documents=True)
+    log = tmp_path / "log"
+    (batches,) = ranks(data, documents_log=log)
+    for _ in range(3):
+        next(batches)
+    before = (log / "rank_00000.jsonl").read_text()
+    assert before.count("\n") == 3 * BATCH
+    (log / "rank_00000.jsonl").write_text(before + '{"row": 99, "docu')  # A kill in the middle of a line.
+    (resumed,) = ranks(data, documents_log=log, position=batches.position())
+    assert (log / "rank_00000.jsonl").read_text().startswith(before)
+    next(resumed)
+    assert [json.loads(line)["row"] for line in (log / "rank_00000.jsonl").read_text().splitlines()] == list(range(4 * BATCH))
 
 
 def test_a_stream_without_documents_is_one_line(tmp_path):

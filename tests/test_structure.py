@@ -15,7 +15,21 @@ from fullshard.sharding import placement_from_yaml
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "config", "parsing", "sharding"},
-    {"model", "sources", "readers", "streams", "data", "shards", "prepare", "tokenizer", "hub", "documents", "losses", "optim", "memory"},
+    {
+        "model",
+        "sources",
+        "readers",
+        "streams",
+        "data",
+        "shards",
+        "prepare",
+        "tokenizer",
+        "hub",
+        "document_mask",
+        "losses",
+        "optim",
+        "memory",
+    },
     {"accelerator", "metrics", "evaluate", "terminal", "checkpoint", "describe"},
     {"run", "train"},
     {"__main__"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 
@@ -199,9 +201,13 @@ def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]  # None only where the function returned it.
 
 
-def host_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for `agree`, whatever the device; None for a single process. Collective; make it once."""
-    return dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+def host_group(accelerator: Accelerator, *, longest_wait_s: float) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for `agree`, whatever the device; None for a single process. Collective; make it once.
+
+    longest_wait_s: for which ranks may have to wait there for one another, beside torch's own timeout.
+    """
+    timeout = default_pg_timeout + timedelta(seconds=longest_wait_s)
+    return dist.new_group(backend="gloo", timeout=timeout) if accelerator.num_processes > 1 else None
 
 
 def agree(group: dist.ProcessGroup | None, *, failure: str | None) -> str | None:

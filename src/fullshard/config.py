@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import yaml
 
-from fullshard.errors import UserError, error_line
+from fullshard.errors import COMMAND_LINE, UserError, error_line
 
 if not TYPE_CHECKING:
     from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
@@ -244,7 +244,7 @@ class LoggingConfig:
     peak_tflops: PositiveFloat | None = None
     """Peak of one device at the compute precision, 1e12 FLOP/s; null: from the GPU's name. Without it mfu_pct is not logged."""
     weights_hash: bool = True
-    """Print a hash of the initial weights (gathers one parameter at a time)."""
+    """Print a hash of the weights that the run starts with (gathers one parameter at a time)."""
     sample_prompts: list[str] = field(default_factory=lambda: ["import ", "def ", "class "])
     """Prompts completed by the model when training ends."""
     sample_tokens: NonNegativeInt = 48
@@ -352,7 +352,8 @@ def _check_data(recipe: Recipe) -> None:
             raise mistake(recipe, "data.mixture", f"source {number + 1} has no path")
     if data.mixture:
         for name in ("path", "name", "revision", "data_files", "split", "text_column", "tokens_column"):
-            if f"data.{name}" in recipe.sources and getattr(data, name) != getattr(single, name):
+            over_the_file = recipe.sources.get("data.mixture") == COMMAND_LINE != recipe.sources.get(f"data.{name}")
+            if f"data.{name}" in recipe.sources and getattr(data, name) != getattr(single, name) and not over_the_file:
                 raise mistake(recipe, f"data.{name}", "has no meaning beside data.mixture; write it into each of its sources")
         if data.evaluation_split and not data.evaluation_path:
             raise mistake(recipe, "data.evaluation_split", "of which source of data.mixture? Name it in data.evaluation_path")

@@ -8,6 +8,7 @@ size that divides num_streams, and with any number of loader workers, each of wh
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
@@ -26,9 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fullshard.config import DataConfig, divisors
 from fullshard.errors import UserError
-from fullshard.readers import Piece, Reading, Tally, documents, read_amplification
+from fullshard.readers import Piece, Reading, Tally, documents, first_document, read_amplification
 from fullshard.sources import Corpus
-from fullshard.streams import START, Position, Row, deal, encoder, pack, reading_of, shuffled, tokenized, whole, windows_of
+from fullshard.streams import START, Position, Row, deal, encoder, no_document, pack, reading_of, shuffled, tokenized, whole, windows_of
 from fullshard.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 HELD_OUT_GROUPS = 32
 CHUNK_ROWS = 8  # Rows that a worker hands over at once.
 PREFETCHED_CHUNKS = 4  # Per worker.
+PROBED_BYTES = 2**16  # Of a source with less for each stream, each stream is looked into before the run.
 GOLDEN, SILVER = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC908  # 2**64 / the golden ratio; 2**64 * (sqrt(2) - 1).
 
 
@@ -88,7 +90,7 @@ class Batches:
         }
         self._tally = Tally()
         self._rows = _in_order(plan, first=-(-(self._consumed - self._rank) // self._world_size), streams=self._streams, tally=self._tally)
-        self._cut_log()
+        self._log_is_cut = False
         # Rows that are not given out yet, or why there are none. Not the exception: its traceback would keep all this alive, workers too.
         self._held: list[Row] | str | None = self._read()
         if isinstance(self._held, str):
@@ -107,6 +109,8 @@ class Batches:
             number = self._number(place)
             self._streams[str(number % self._plan.data.num_streams)][row.source] = row.position
             if self._log is not None:
+                if not self._log_is_cut:  # With the first row, when the run has begun: a mistake until then costs no log.
+                    self._cut_log(self._log)
                 self._write(number, row)
         self._consumed = first + self._rows_per_step * self._world_size
         return torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64))
@@ -124,8 +128,8 @@ class Batches:
         return {"retries": self._tally.retries, "bad_rows": self._tally.bad_rows}
 
     def note(self, subject: str, line: str) -> None:
-        """Add a line to show."""
-        self._tally.note(f"{subject} (at the start)", line)
+        """Add a line to show, once per subject."""
+        self._tally.note(subject, line)
 
     def notes(self) -> dict[str, str]:
         """Lines to show by what they are about, each given once: a source that was retried, a file of which rows were skipped."""
@@ -141,12 +145,15 @@ class Batches:
         except UserError as error:
             return str(error)
 
-    def _cut_log(self) -> None:
+    def _cut_log(self, log: Path) -> None:
         """Take out of the log what an earlier run wrote of rows that are still to come. Rank r has the files r, r + world_size, ..."""
-        for path in sorted(self._log.glob("rank_*.jsonl")) if self._log is not None else []:
+        for path in sorted(log.glob("rank_*.jsonl")):
             if int(path.stem.removeprefix("rank_")) % self._world_size == self._rank:
                 lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                path.write_text("".join(line for line in lines if json.loads(line)["row"] < self._consumed), encoding="utf-8")
+                whole_lines = (line for line in lines if line.endswith("\n"))  # A kill may have cut the last.
+                path.with_suffix(".tmp").write_text("".join(line for line in whole_lines if json.loads(line)["row"] < self._consumed))
+                path.with_suffix(".tmp").rename(path)
+        self._log_is_cut = True
 
     def _write(self, number: int, row: Row) -> None:
         assert self._log is not None
@@ -196,6 +203,8 @@ def train_batches(
                 f"checkpoint.resume: its data position has not all of {count} streams x {len(readings)} sources; take an older one"
             )
     _allow_open_files()
+    if position is None:
+        _check_sources(plan)
     batches = Batches(
         plan,
         position=position or {"rows": 0, "streams": {}},
@@ -208,7 +217,9 @@ def train_batches(
             pieces = [piece for number in plan.own for piece in dealt[number]]
             if (times := read_amplification(pieces, reading)) > 1.05:
                 line = f"{len(source.files)} files for {count} streams: what is read is decoded {times:.1f} times"
-                batches.note(source.name, f"{source.name}: {line}; smaller row groups or fewer data.num_streams decode less")
+                batches.note(
+                    f"{source.name}: amplification", f"{source.name}: {line}; smaller row groups or fewer data.num_streams decode less"
+                )
     return batches
 
 
@@ -221,17 +232,24 @@ def merge_positions(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def evaluation_rows(
-    *, data: DataConfig, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, rank: int, world_size: int, max_rows: int
+    *,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    rank: int,
+    world_size: int,
+    max_rows: int,
+    note: Callable[[str, str], None] | None = None,
 ) -> torch.Tensor:
     """This rank's held-out rows, int64 [n, sequence_length + 1]: of the first max_rows those with j % world_size == rank.
 
     n differs by at most one between ranks and may be 0. The order does not depend on the seed. What remains of a group of files after its
-    last full row is left out.
+    last full row is left out. note: told (subject, line) of what was read again or left out.
     """
     length = data.sequence_length + 1
     if max_rows == 0:
         return torch.empty((0, length), dtype=torch.int64)
-    encode = encoder(tokenizer)
+    encode, tally = encoder(tokenizer), Tally()
     packed: list[Iterator[Row]] = []
     for source in corpus.held_out:
         reading = reading_of(source, data, tokenizer)
@@ -242,7 +260,7 @@ def evaluation_rows(
             windows = (
                 [((0, place, number, 0), "", value)]
                 for place, piece in enumerate(pieces)
-                for number, _, value in documents(piece, 0, reading, Tally())
+                for number, _, value in documents(piece, 0, reading, tally)
             )
             tokens = tokenized(windows, encode=encode, end_of_text=int(tokenizer.eos_token_id))
             packed.append(pack(tokens, length=length, source=0, token=0, carry=True, spans=False))
@@ -251,6 +269,9 @@ def evaluation_rows(
     if not rows:
         names = ", ".join(source.name for source in corpus.held_out)
         raise UserError(f"{names}: the held-out text is shorter than one row of {length} tokens; give more of it")
+    if note is not None:
+        for subject, line in tally.take_notes():
+            note(f"held-out {subject}", f"held-out {line}")
     return torch.from_numpy(np.stack(rows).astype(np.int64))[rank::world_size]
 
 
@@ -318,6 +339,7 @@ class _Loader(IterableDataset[Chunk]):
         worker = get_worker_info()
         assert worker is not None
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's.
+        _die_with_parent()
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # A worker is one core's.
         return self.chunks(worker.id, worker.num_workers)
 
@@ -349,6 +371,19 @@ class _Loader(IterableDataset[Chunk]):
                     return
 
 
+def _check_sources(plan: Plan) -> None:
+    """Each source can be read, and each stream has a document of each small one: of a source that is seldom chosen it would show late."""
+    for number, (reading, dealt) in enumerate(zip(plan.readings, plan.dealt, strict=True)):
+        small = sum(piece.end - piece.begin for pieces in dealt for piece in pieces) < PROBED_BYTES * len(dealt)
+        for stream in plan.own if small else plan.own[:1]:
+            if not any(first_document(piece, reading) for piece in dealt[stream]):
+                raise UserError(no_document(_stream_name(plan, stream, number), len(dealt[stream])))
+
+
+def _stream_name(plan: Plan, stream: int, source: int) -> str:
+    return f"{plan.readings[source].source.name}: stream {stream} of {plan.data.num_streams}"
+
+
 def _allow_open_files() -> None:
     """As many as the system lets a process have: every stream keeps a file open, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -359,6 +394,12 @@ def _position(values: Sequence[int]) -> Position:
     """From JSON, which knows no tuples."""
     epoch, place, cursor, index, token = values
     return epoch, place, cursor, index, token
+
+
+def _die_with_parent() -> None:
+    """End at once when the training process does, also of a kill -9: a worker holds its sockets, and the lock on the run folder."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _uses(first: int, place: int, streams: int) -> int:
@@ -385,7 +426,7 @@ def _source_rows(plan: Plan, stream: int, source: int, *, position: Position, ta
         window=data.shuffle_window,
         key=(plan.seed, stream) if len(plan.readings) == 1 else (plan.seed, stream, source),
         tally=tally,
-        name=f"{plan.readings[source].source.name}: stream {stream} of {data.num_streams}",
+        name=_stream_name(plan, stream, source),
     )
     tokens = tokenized(windows, encode=plan.encode, end_of_text=plan.end_of_text)
     return pack(
@@ -404,10 +445,12 @@ def _order(data: DataConfig, *, corpus: Corpus, seed: int, tokenizer: PreTrained
         [source.weight, source.column, [[file.url.rpartition("/")[2], file.size, file.skip] for file in source.files]]
         for source in corpus.training
     ]
-    keys = ("num_streams", "sequence_length", "shuffle_window", "carry_remainder", "on_bad_row")
+    # Not on_bad_row: before the row that stopped a run there was none to skip.
+    keys = ("num_streams", "sequence_length", "shuffle_window", "carry_remainder")
+    sizes = [file.size for source in corpus.training for file in source.files]
     return {
         "seed": seed,
-        "files": hashlib.blake2b(json.dumps(files).encode(), digest_size=8).hexdigest(),
+        "files": f"{len(sizes)} files, {sum(sizes)} bytes, {hashlib.blake2b(json.dumps(files).encode(), digest_size=8).hexdigest()}",
         "tokenizer": tokenizer_hash(tokenizer),
         **{key: getattr(data, key) for key in keys},
     }
@@ -416,5 +459,5 @@ def _order(data: DataConfig, *, corpus: Corpus, seed: int, tokenizer: PreTrained
 def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
     for key, value in now.items():
         if saved.get(key) != value:
-            place = {"seed": "seed", "files": "the files of data (names, sizes, weights)"}.get(key, f"data.{key}")
+            place = {"seed": "seed", "files": "the files of data (names, sizes, columns, weights)"}.get(key, f"data.{key}")
             raise UserError(f"{place}: {value}: the checkpoint was made with {saved.get(key)}, its data position has no meaning here")

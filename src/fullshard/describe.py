@@ -21,7 +21,7 @@ from fullshard.readers import Piece, Reading, read_amplification, row_count
 from fullshard.sources import Corpus, Source, file_format, list_corpus
 from fullshard.streams import deal, encoder, reading_of
 from fullshard.terminal import Terminal, printable
-from fullshard.tokenizer import load_tokenizer, tokenizer_hash
+from fullshard.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,7 +54,7 @@ def describe(recipe: Recipe, *, rows: int, terminal: Terminal) -> None:
     terminal.table(
         recipe.sources.get("", "recipe"),
         [
-            ("tokenizer", f"{data.tokenizer}, {len(tokenizer):,} tokens, hash {tokenizer_hash(tokenizer)}"),
+            ("tokenizer", f"{data.tokenizer}, {vocabulary_size(tokenizer):,} tokens, hash {tokenizer_hash(tokenizer)}"),
             ("training", f"{run_rows * data.sequence_length:,} tokens = {product}"),
         ],
     )

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from fullshard.accelerator import COMPUTE_DTYPE, fsdp_units
-from fullshard.documents import document_context, document_targets
+from fullshard.document_mask import document_context, document_targets
 from fullshard.losses import IGNORED, next_token_loss_sum
 
 

@@ -210,11 +210,6 @@ def _wandb_credentials_exist(environment: Mapping[str, str]) -> bool:
     return bool(entry and entry[2])
 
 
-def tokens_seen(*, step: int, global_batch_size: int, sequence_length: int) -> int:
-    """Tokens after `step` optimizer steps: exact, and the same after a restart."""
-    return step * global_batch_size * sequence_length
-
-
 def throughput(
     *,
     steps: int,

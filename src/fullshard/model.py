@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fullshard.config import ModelConfig
 from fullshard.errors import UserError
+from fullshard.tokenizer import vocabulary_size
 
 # Elements drawn from one generator state. Small enough that a rank draws little beyond its shard, large enough that seeding costs nothing.
 _BLOCK_ELEMENTS = 2**20
@@ -34,10 +35,8 @@ def llama_config(model: ModelConfig, *, tokenizer: PreTrainedTokenizerBase | Non
     """
     if model.hidden_act not in ACT2FN:
         raise UserError(f"model.hidden_act: {model.hidden_act}: unknown activation; choose one of {', '.join(sorted(ACT2FN))}")
-    if tokenizer is not None and len(tokenizer) > model.vocab_size:
-        raise UserError(
-            f"model.vocab_size: {model.vocab_size}: smaller than the tokenizer, {len(tokenizer)} tokens; raise it to that or more"
-        )
+    if tokenizer is not None and (needed := vocabulary_size(tokenizer)) > model.vocab_size:
+        raise UserError(f"model.vocab_size: {model.vocab_size}: smaller than the tokenizer, {needed} tokens; raise it to that or more")
     fields = asdict(model)
     fields["rope_parameters"] = {key: value for key, value in fields["rope_parameters"].items() if value is not None}
     fields |= {

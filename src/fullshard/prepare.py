@@ -28,7 +28,7 @@ from fullshard.readers import Piece, Reading, Tally, documents, row_count
 from fullshard.shards import COLUMN, Show, Unit, make_shards, write_text
 from fullshard.sources import COMPRESSED, File, Source, file_format, list_corpus
 from fullshard.streams import encoder, reading_of, tokenized, whole
-from fullshard.tokenizer import load_tokenizer, tokenizer_hash
+from fullshard.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -202,8 +202,9 @@ def _units(source: Source, split: str, reading: Reading, shard_bytes: int) -> It
     """
     groups: list[list[Piece]] = []
     filled = shard_bytes
+    splittable = source.splittable  # Looks at all files.
     for file in source.files:
-        parts = -(-file.size // shard_bytes) if source.splittable and file.take is None else 1
+        parts = -(-file.size // shard_bytes) if splittable and file.take is None else 1
         if parts > 1:
             groups += [[Piece(file, file.size * part // parts, file.size * (part + 1) // parts)] for part in range(parts)]
             filled = shard_bytes
@@ -285,16 +286,34 @@ def _manifest(
     return {
         "fullshard": __version__,
         "tokenizer": {
-            "name": data.tokenizer,
+            "name": _published(data.tokenizer),
             "hash": made_with["data.tokenizer"],
-            "vocab_size": len(tokenizer),
+            "vocab_size": vocabulary_size(tokenizer),
             "end_of_text_id": int(tokenizer.eos_token_id),
         },
         "totals": totals,
-        "data": asdict(data),
+        "data": _published_data(data),
         "made_with": made_with,
         "shards": shards,
     }
+
+
+def _published_data(data: DataConfig) -> dict[str, Any]:
+    """The recipe's section without where its files lie on this machine: the folder may be pushed to the Hub."""
+    section = asdict(data)
+    for key in ("data_files", "evaluation_files"):
+        if section[key]:
+            section[key] = [_published(name, local=True) for name in section[key]]
+    for key in ("path", "evaluation_path", "tokenizer"):
+        if section[key]:
+            section[key] = _published(section[key])
+    return section
+
+
+def _published(name: str, *, local: bool = False) -> str:
+    """URLs and Hub names whole; of what is local, or is found here, the last part."""
+    path = Path(name.removeprefix("file://")).expanduser()
+    return os.path.basename(os.path.abspath(path)) if "://" not in str(path) and (local or path.exists()) else name
 
 
 def _card(manifest: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import UserError, first_line
 from fullshard.hub import is_transient, open_options, reason, retrying
-from fullshard.sources import File, Source, file_format
+from fullshard.sources import COMPRESSED, File, Source, file_format
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -116,13 +117,15 @@ def documents(piece: Piece, cursor: int, reading: Reading, tally: Tally) -> Iter
     while True:
         try:
             batches = retry(next_batch)
-        except UserError:
-            raise
+        except (UserError, AttributeError, IndexError, KeyError, MemoryError, NameError, TypeError):
+            raise  # The latter are this code's own.
         except Exception as error:
             if is_transient(error):
                 raise UserError(f"{url}: lost after {reading.max_retries} retries: {reason(error)}") from error
+            if not _is_damage(error):  # No access, no such file, nothing installed to open it: no row's fault.
+                raise UserError(f"{url}: {reason(error)}") from error
             if not reading.skip_bad_rows:
-                raise UserError(f"{url}: {first_line(error)}; repair it, take it out or set data.on_bad_row: skip") from error
+                raise UserError(f"{url}: {first_line(error)}; set data.on_bad_row: skip to leave out the rest of it") from error
             tally.bad_rows += 1
             tally.note(url, f"{url}: skipped from {cursor} on: {first_line(error)}")
             return
@@ -133,7 +136,7 @@ def documents(piece: Piece, cursor: int, reading: Reading, tally: Tally) -> Iter
             if isinstance(value, Bad):
                 place = f"{url}: {'byte' if file_format(reading.source.builder, url).endswith('lines') else 'row'} {number}"
                 if not reading.skip_bad_rows:
-                    raise UserError(f"{place}: {value.reason}; repair it or set data.on_bad_row: skip")
+                    raise UserError(f"{place}: {value.reason}; set data.on_bad_row: skip to leave it out")
                 tally.bad_rows += 1
                 tally.note(url, f"{place}: skipped: {value.reason}")
             else:
@@ -143,6 +146,20 @@ def documents(piece: Piece, cursor: int, reading: Reading, tally: Tally) -> Iter
             cursor = after
 
 
+def _is_damage(error: Exception) -> bool:
+    """Whether what the file holds is at fault: pyarrow, zlib, the decompressors and `datasets` say so with a ValueError of their own, an
+    EOFError, an error of theirs, or an OSError that is none of the operating system."""
+    if isinstance(error, OSError):
+        return error.errno is None and not isinstance(error, FileNotFoundError | PermissionError)
+    special = type(error).__name__ in ("ZstdError", "LZMAError")
+    return special or isinstance(error, EOFError | zlib.error) or (isinstance(error, ValueError) and type(error) is not ValueError)
+
+
+def first_document(piece: Piece, reading: Reading) -> bool:
+    """Whether the piece has a document. Raises UserError for what is wrong with the file."""
+    return next(documents(piece, 0, reading, Tally()), None) is not None
+
+
 def read_amplification(pieces: Sequence[Piece], reading: Reading) -> float:
     """Bytes that are decoded to read the pieces once, in units of their own bytes. Opens each parquet file's footer; one that cannot be
     read counts as decoded once: its reading will tell."""
@@ -150,7 +167,7 @@ def read_amplification(pieces: Sequence[Piece], reading: Reading) -> float:
     @functools.cache
     def row_groups(file: File) -> list[int]:
         with _opened(file, reading) as opened:
-            return _row_groups(_parquet_file(opened, file))
+            return _row_groups(_parquet_file(opened))
 
     decoded = own = 0.0
     for piece in pieces:
@@ -177,7 +194,7 @@ def row_count(file: File, reading: Reading) -> int | None:
     match file_format(reading.source.builder, file.url):
         case "parquet":
             with _opened(file, reading) as opened:
-                return int(_parquet_file(opened, file).metadata.num_rows)
+                return int(_parquet_file(opened).metadata.num_rows)
         case "arrow":
             return int(_arrow_table(file, reading).num_rows)
     return None
@@ -207,11 +224,10 @@ def _opened(file: File, reading: Reading, **options: Any) -> Iterator[Any]:
         import fsspec
 
         system, path = fsspec.url_to_fs(file.url, **open_options(file.url, timeout_seconds=reading.timeout_seconds))
-        if file.url.startswith(("http://", "https://")):
-            handle, size = system.open(path, "rb", size=file.size, **options), file.size  # Knowing the size saves a HEAD request.
-        else:
-            handle = system.open(path, "rb", **options)
-            size = handle.size
+        if file.immutable:
+            options["size"] = file.size  # Saves a HEAD request.
+        handle = system.open(path, "rb", **options)
+        size = handle.size
     with handle:
         if size != file.size:
             raise UserError(f"{file.url}: has {size} bytes, had {file.size} when the run listed it; files must not change under a run")
@@ -221,7 +237,7 @@ def _opened(file: File, reading: Reading, **options: Any) -> Iterator[Any]:
 def _parquet(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry]]:
     # No cache: pyarrow asks for whole column chunks, and a cache that reads on behind each would read most of the file twice.
     with _opened(piece.file, reading, cache_type="none") as file:
-        parquet = _parquet_file(file, piece.file)
+        parquet = _parquet_file(file)
         _check_schema(parquet.schema_arrow, piece.file, reading)
         groups = _row_groups(parquet)
         first, last = _row_range(piece, groups[-1])
@@ -232,7 +248,8 @@ def _parquet(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry
             for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[reading.source.column], use_threads=False):
                 end = min(start + batch.num_rows, last)
                 if row < end:
-                    yield _entries(batch.column(0).slice(row - start, end - row), row, last, reading)
+                    # By its name: `columns` takes the fields of a struct `a` along with a column `a.b`.
+                    yield _entries(batch.column(reading.source.column).slice(row - start, end - row), row, last, reading)
                     row = end
                 start += batch.num_rows
                 if row >= last:
@@ -241,11 +258,11 @@ def _parquet(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry
                 raise OSError(f"row group {group} ends before its row {row - groups[group]}")
 
 
-def _parquet_file(file: Any, listed: File) -> pq.ParquetFile:
+def _parquet_file(file: Any) -> pq.ParquetFile:
     import pyarrow.parquet as pq
 
     # A column of a row group may have hundreds of megabytes, and each stream has one: it is read in parts.
-    return pq.ParquetFile(file if "://" in listed.url else listed.url, buffer_size=BUFFERED_BYTES)
+    return pq.ParquetFile(file, buffer_size=BUFFERED_BYTES)
 
 
 def _row_groups(parquet: pq.ParquetFile) -> list[int]:
@@ -282,9 +299,18 @@ def _row_range(piece: Piece, rows: int) -> tuple[int, int]:
     """First row of the piece and the row after its last. Neighbouring pieces meet."""
     size, file = max(piece.file.size, 1), piece.file
     if (asked := max(file.take or 0, file.skip)) > rows:
-        raise UserError(f"data.evaluation_documents: {asked}: {file.url} has only {rows} rows")
+        raise UserError(_too_few(asked, file, rows))
     first, last = (-(-rows * byte // size) for byte in (piece.begin, piece.end))
     return max(first, file.skip), last if file.take is None else min(last, file.take)
+
+
+def _no_such_column(source: Source, names: Sequence[str]) -> str:
+    fix = "; it holds tokens: set data.tokens_column" if "input_ids" in names and not source.tokens_column else ""
+    return f"{source.column_key}: {source.column}: no such column; there are {', '.join(names)}{fix}"
+
+
+def _too_few(asked: int, file: File, there: int) -> str:
+    return f"data.evaluation_documents: {asked}: {file.url} has only {there} documents; hold out fewer, they are the first file's"
 
 
 def _check_schema(schema: pa.Schema, file: File, reading: Reading) -> None:
@@ -292,7 +318,9 @@ def _check_schema(schema: pa.Schema, file: File, reading: Reading) -> None:
 
     source = reading.source
     if source.column not in schema.names:
-        raise UserError(f"{source.column_key}: {source.column}: no such column; there are {', '.join(schema.names)}")
+        raise UserError(_no_such_column(source, schema.names))
+    if schema.names.count(source.column) > 1:
+        raise UserError(f"{source.column_key}: {source.column}: {file.url}: has several columns of that name")
     kind = schema.field(source.column).type
     if isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
@@ -403,7 +431,7 @@ def _lines(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
                 continue
             yield start, None if end is not None and offset >= end else offset, _from_json(line, reading)
         if listed.take is not None and number < listed.take:
-            raise UserError(f"data.evaluation_documents: {listed.take}: {listed.url} has only {number} documents")
+            raise UserError(_too_few(listed.take, listed, number))
 
 
 def _size_of_head(file: Any, listed: File) -> int:
@@ -413,7 +441,7 @@ def _size_of_head(file: Any, listed: File) -> int:
         size += len(line)
         documents -= bool(line.strip())
     if documents:
-        raise UserError(f"data.evaluation_documents: {listed.skip}: {listed.url} has only {listed.skip - documents} documents")
+        raise UserError(_too_few(listed.skip, listed, listed.skip - documents))
     return size
 
 
@@ -434,7 +462,8 @@ def _decompressed(file: Any, url: str) -> Iterator[Any]:
 
     compression = infer_compression(url)
     if compression is None:
-        yield file
+        # A remote file's own readline copies its cache, 5 MB, for each line.
+        yield file if "://" not in url else io.BufferedReader(file, 2**20)
         return
     if compression not in compr:
         raise UserError(f"{url}: no decompressor for {compression} is installed")
@@ -475,7 +504,7 @@ def _text(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry]]:
             raise UserError(f"{reading.source.column_key}: {reading.source.column}: no such column; there are text")
         with _opened(piece.file, reading) as raw, _decompressed(raw, piece.file.url) as file:
             content = file.read()
-        if file is raw and len(content) != piece.file.size:
+        if not piece.file.url.lower().endswith(COMPRESSED) and len(content) != piece.file.size:
             raise ConnectionError(f"{len(content)} of {piece.file.size} bytes")  # An answer that was short and did not say so.
         yield [(0, None, _text_or_bad(content))]
 
@@ -490,7 +519,7 @@ def _other(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
     url = glob_escaped(file.url)
     with _opened(file, reading):
         pass  # It is what was listed.
-    rows: Any = datasets.load_dataset(source.builder, data_files=[url], split="train", streaming=True)
+    rows: Any = datasets.load_dataset(source.builder, data_files=[url], split="train", streaming=True, **source.options)
     start = max(cursor, file.skip)
     if start:
         rows = rows.skip(start)
@@ -504,7 +533,7 @@ def _other(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
         if number % piece.parts == piece.part:
             yield number, number + 1, _from_row({name: values[0] for name, values in row.items()}, source, reading)
     if file.take is not None and seen < file.take:
-        raise UserError(f"data.evaluation_documents: {file.take}: {file.url} has only {seen} rows")
+        raise UserError(_too_few(file.take, file, seen))
     if file.skip and not cursor and seen == start:
         raise UserError(f"data.evaluation_documents: {file.skip}: {file.url} has no more rows than that")
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fullshard import __version__
-from fullshard.accelerator import check_precision, precision_policies
+from fullshard.accelerator import check_precision, on_main, precision_policies
 from fullshard.checkpoint import Resume, checkpoint_steps, checkpoints_folder
 from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
 from fullshard.evaluate import complete
@@ -51,10 +51,11 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
     """
     set_seed(recipe.seed, device_specific=True)  # Dropout: other numbers on each rank, the same in each run.
     terminal = Terminal(main_process=accelerator.is_main_process)
-    config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model)
+    config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume)
     memory = _expected_memory(recipe=recipe, placement=placement)
     output_dir = Path(recipe.output_dir)
-    if accelerator.is_main_process and (kept := _open_run_folder(output_dir, config=config, resume=resume)):
+    # The others wait: what a rank writes there from here on is this run's.
+    if kept := on_main(accelerator, lambda: _open_run_folder(output_dir, config=config, resume=resume)):
         terminal.say(f"files of the earlier run in {output_dir} are now in {kept}")
     terminal.table("fullshard pretrain", _start_table(recipe=recipe, placement=placement, config=config, memory=memory, resume=resume))
     log = open_log(accelerator=accelerator, recipe=recipe, output_dir=output_dir, config=config, resumed_step=resume.step, say=terminal.say)
@@ -84,7 +85,7 @@ def finish(
         run.log.close()
 
 
-def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module, resume: Resume) -> dict[str, Any]:
     """What this run is, read off the prepared model where it can be: goes to config.yaml and to the trackers. Collective.
 
     Raises RuntimeError when the model is not sharded, or not in the precision, that was asked for.
@@ -103,11 +104,15 @@ def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator,
             "sharded": f"every rank holds 1/{shards} of each of {parameters} parameters",
             "fsdp_units": sum(1 for _ in precision_policies(model)),
             "gradient_accumulation_steps": gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
-            "initial_weights_hash": weights_hash(model) if recipe.logging.weights_hash else None,
+            _hash_key(resume): weights_hash(model) if recipe.logging.weights_hash else None,
         },
         "versions": {"fullshard": __version__} | {package: version(package) for package in PACKAGES},
         "git_commit": _git_commit(),
     }
+
+
+def _hash_key(resume: Resume) -> str:
+    return "initial_weights_hash" if resume.folder is None else "resumed_weights_hash"
 
 
 def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, int]:
@@ -138,7 +143,8 @@ def _open_run_folder(output_dir: Path, *, config: dict[str, Any], resume: Resume
     if resume.folder is not None and resume.folder.resolve().parent == checkpoints.resolve():
         earlier = [path for step, path in checkpoint_steps(output_dir).items() if step > resume.step]
     else:
-        earlier = [path for path in (output_dir / "config.yaml", output_dir / "metrics.jsonl", checkpoints) if path.exists()]
+        names = ("config.yaml", "metrics.jsonl", "checkpoints", "documents")
+        earlier = [path for name in names if (path := output_dir / name).exists()]
     kept = None
     if earlier:
         taken = [int(path.name) for path in (output_dir / "previous").glob("*") if path.name.isdigit()]
@@ -166,8 +172,9 @@ def _start_table(
     rate = f"{optim.schedule}, peak {optim.learning_rate:g} at step {optim.warmup_steps}"
     if optim.warmup_steps > train.max_steps:
         rate += f": not reached in {train.max_steps} steps"
-    begins = "from the seed"
+    begins, weights, digest = "from the seed", "initial weights", derived[_hash_key(resume)]
     if resume.folder is not None:
+        weights = f"weights at step {resume.step}"
         begins = f"after step {resume.step}, from {resume.folder}, saved by {resume.num_processes} processes"
     peak = ", ".join(f"{name} {memory[name] / GIB:.3f}" for name in ("parameters", "gradients", "optimizer", "gathered", "activations"))
     return [
@@ -184,14 +191,15 @@ def _start_table(
         ("tokens", f"{tokens:,} per step x {train.max_steps:,} steps = {tokens * train.max_steps:,}"),
         ("memory per rank", f"{memory['peak'] / GIB:.3f} GiB expected at the peak ({peak})"),
         ("begins", begins),
-        ("initial weights", f"hash {derived['initial_weights_hash']}" if derived["initial_weights_hash"] else "not hashed"),
+        (weights, f"hash {digest}" if digest else "not hashed"),
         ("output", recipe.output_dir),
     ]
 
 
 def _end_table(*, recipe: Recipe, values: dict[str, float], wall_s: float, resumed_step: int) -> list[tuple[str, str]]:
     """Name and value of how the run ended."""
-    own = values["train/tokens_seen"] * (1 - resumed_step / recipe.train.max_steps)  # Tokens since the run was resumed.
+    train = recipe.train
+    own = (train.max_steps - resumed_step) * train.global_batch_size * recipe.data.sequence_length  # Tokens since the run was resumed.
     rows = [
         ("train/loss", f"{values['train/loss']:.4f} nats"),
         ("tokens seen", f"{own:,.0f} in {duration(wall_s)}"),

@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fullshard.config import DataConfig, SourceConfig, sources_of
 from fullshard.errors import UserError, one_line
-from fullshard.hub import ask_hub, open_options, retrying
+from fullshard.hub import ask_hub, is_transient, open_options, reason, retrying
 
 FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")  # Builders of `datasets` that read files.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+ENDINGS = {"json": (".jsonl", ".ndjson", ".json"), "csv": (".csv", ".tsv"), "parquet": (".parquet",), "arrow": (".arrow",)}
 HELD_OUT_EVERY = 20  # One file in so many of the standard library is held out.
 LISTING_THREADS = 16
 
@@ -36,6 +38,10 @@ class File:
     """So many documents at its beginning are not this source's: they are held out."""
     take: int | None = None
     """Only so many documents at its beginning are this source's; null: all."""
+    name: str = ""
+    """Within the source: its path from the folder that all its files are in."""
+    immutable: bool = False
+    """Whether the URL names a version: a commit of the Hub's."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Source:
     text_column: str
     tokens_column: str | None
     weight: float
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the builder, as a dataset's card sets them (a csv's separator)."""
 
     @property
     def column(self) -> str:
@@ -119,6 +127,7 @@ def list_corpus(data: DataConfig, *, held_out: bool = True) -> Corpus:
             raise UserError(f"{source.name}: no file that holds anything")
     evaluation: list[Source] = []
     if data.evaluation_documents:
+        _check_not_shared(training)
         pairs = [_hold_out_first(source, data.evaluation_documents) for source in training]
         training, evaluation = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         held_out = True
@@ -166,6 +175,14 @@ def _check_apart(training: list[Source], held_out: list[Source]) -> None:
                 raise UserError(f"{key}: {file.url}: also a training file; keep it out of data.data_files")
 
 
+def _check_not_shared(training: list[Source]) -> None:
+    """What one source holds out no other trains on."""
+    for source in training:
+        first = _identity(source.files[0].url)
+        if any(first == _identity(file.url) for other in training if other is not source for file in other.files):
+            raise UserError(f"data.evaluation_documents: {source.files[0].url} is in two sources of data.mixture; hold out files instead")
+
+
 def _identity(url: str) -> str:
     return url if "://" in url else str(Path(url).resolve())
 
@@ -189,6 +206,7 @@ def _list_source(source: SourceConfig, *, key: str, data: DataConfig, path_key: 
                 raise UserError(f"data.{unused}: {getattr(source, unused)}: has no meaning with data.path: stdlib, which has its own files")
         return _stdlib(source, held_out=path_key != "path")
     name = f"data.{path_key}: {source.path}"
+    options: dict[str, Any] = {}
     if source.path in FILE_BUILDERS:
         for unused in ("name", "revision"):
             if getattr(source, unused):
@@ -199,26 +217,34 @@ def _list_source(source: SourceConfig, *, key: str, data: DataConfig, path_key: 
             reason = f"has no meaning with data.path: {source.path}, which reads the files it is given"
             raise UserError(f"data.{split_key}: {source.split}: {reason}")
         name, builder = f"data.{key}: {', '.join(source.data_files)}", source.path
-        local = [pattern for pattern in source.data_files if "://" not in pattern]
-        urls = [str(path) for path in _local_files(key, local)] + _remote_files(
-            name, [pattern for pattern in source.data_files if "://" in pattern], data
+        local = [pattern.removeprefix("file://") for pattern in source.data_files if "://" not in pattern.removeprefix("file://")]
+        urls = [str(path) for path in _local_files(key, local, builder)] + _remote_files(
+            name, [pattern for pattern in source.data_files if "://" in pattern.removeprefix("file://")], data
         )
     elif (Path(source.path) / "state.json").is_file():
         builder, urls = "arrow", _saved_to_disk(Path(source.path))
     else:
-        builder, urls = _resolve(source, path_key=path_key, split_key=split_key)
-    files = _with_sizes(name, urls, data)
+        builder, urls, options = _resolve(source, path_key=path_key, split_key=split_key)
+    files = _named(_with_sizes(name, urls, data))
     kept = tuple(file for file in files if file.size or builder == "text")  # An empty text file is an empty document.
-    return Source(name, builder, kept, source.text_column, source.tokens_column, source.weight)
+    if options and any(file_format(builder, file.url) != "other" for file in kept):
+        fix = f"sets {', '.join(options)}, which is not supported for {builder} files; list them in data.data_files"
+        raise UserError(f"{name}: its card {fix}")
+    return Source(name, builder, kept, source.text_column, source.tokens_column, source.weight, options)
+
+
+def _named(files: list[File]) -> list[File]:
+    folder = os.path.commonpath([os.path.dirname(file.url) for file in files]) if files else ""
+    return [replace(file, name=os.path.relpath(file.url, folder)) for file in files]
 
 
 def _stdlib(source: SourceConfig, *, held_out: bool) -> Source:
-    files = tuple(File(str(path), path.stat().st_size) for path in stdlib_files()[held_out])
-    return Source("data.path: stdlib", "text", files, source.text_column, None, source.weight)
+    files = _named([File(str(path), path.stat().st_size) for path in stdlib_files()[held_out]])
+    return Source("data.path: stdlib", "text", tuple(files), source.text_column, None, source.weight)
 
 
-def _resolve(source: SourceConfig, *, path_key: str, split_key: str) -> tuple[str, list[str]]:
-    """(builder, files) of a Hub dataset or a local folder, as `datasets` resolves them."""
+def _resolve(source: SourceConfig, *, path_key: str, split_key: str) -> tuple[str, list[str], dict[str, Any]]:
+    """(builder, files, options that its card sets) of a Hub dataset or a local folder, as `datasets` resolves them."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -226,11 +252,24 @@ def _resolve(source: SourceConfig, *, path_key: str, split_key: str) -> tuple[st
     if not Path(source.path).exists() and not ask_hub(source.path, repo_type="dataset", key=key, revision=source.revision):
         raise UserError(f"{key}: {source.path}: not found; no such folder here and the Hub cannot be reached")
     with one_line(f"{key}: {source.path}"):
-        builder: Any = datasets.load_dataset_builder(source.path, source.name, revision=source.revision, data_files=source.data_files)
+        try:
+            builder: Any = datasets.load_dataset_builder(source.path, source.name, revision=source.revision, data_files=source.data_files)
+        except ValueError as error:  # Its first line names no configuration to choose.
+            if "onfig" not in str(error):
+                raise
+            raise UserError(
+                f"data.{path_key.replace('path', 'name')}: {source.name}: {source.path}: {' '.join(str(error).split())}"
+            ) from error
     splits = builder.config.data_files or {}
     if source.split not in splits:
         raise UserError(f"data.{split_key}: {source.split}: no such split; {source.path} has {', '.join(map(str, splits)) or 'no files'}")
-    return type(builder).__module__.rpartition(".")[2], [str(url) for url in splits[source.split]]
+    described = ("name", "version", "data_dir", "data_files", "description", "features")
+    given = {entry.name: getattr(builder.config, entry.name) for entry in fields(builder.config) if entry.name not in described}
+    usual = type(builder.config)()
+    options = {name: value for name, value in given.items() if value != getattr(usual, name)}
+    # Once each: a link to a file is the file.
+    urls = {_identity(str(url)): str(url) for url in reversed(splits[source.split])}
+    return type(builder).__module__.rpartition(".")[2], list(reversed(urls.values())), options
 
 
 def _saved_to_disk(folder: Path) -> list[str]:
@@ -242,19 +281,31 @@ def _saved_to_disk(folder: Path) -> list[str]:
         return [str(folder / entry["filename"]) for entry in state["_data_files"]]
 
 
-def _local_files(key: str, patterns: list[str]) -> list[Path]:
-    """Files named by paths, folders and globs, each once, in the order of `patterns` and sorted within one."""
+def _local_files(key: str, patterns: list[str], builder: str) -> list[Path]:
+    """Files named by paths, folders and globs, each once, in the order of `patterns` and sorted within one. Of a folder those that are not
+    hidden and have the builder's endings, if any have."""
     found: dict[Path, Path] = {}  # By the resolved path: two spellings are one file.
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            files = sorted(entry for entry in path.rglob("*") if entry.is_file())
+            files = sorted(entry for entry in path.rglob("*") if entry.is_file() and not _is_hidden(entry.relative_to(path)))
+            files = [file for file in files if _has_ending(file, builder)] or files
         else:
             files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not files:
             raise UserError(f"data.{key}: {pattern}: no such file")
         found |= {file.resolve(): file for file in files if file.is_file() and file.resolve() not in found}
     return list(found.values())
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _has_ending(path: Path, builder: str) -> bool:
+    name = path.name.lower()
+    stem = name.rsplit(".", 1)[0] if name.endswith(COMPRESSED) else name
+    return stem.endswith(ENDINGS.get(builder, ("",)))
 
 
 def _remote_files(name: str, patterns: Iterable[str], data: DataConfig) -> list[str]:
@@ -290,11 +341,14 @@ def _with_sizes(name: str, urls: list[str], data: DataConfig) -> list[File]:
             raise UserError(f"{url}: the server does not tell its size; streaming needs it")
         # The Hub's files are read over plain HTTP: through hf:// each worker would list the repository anew, and a read that fails would be
         # retried for half a minute out of sight.
-        return File(system.url(path) if url.startswith("hf://") else url, int(size))
+        return File(system.url(path), int(size), immutable=True) if url.startswith("hf://") else File(url, int(size))
 
     def listed(url: str) -> File:
-        with one_line(url):
+        try:
             return retrying(data.max_retries)(with_size, url)
+        except (OSError, ImportError, ValueError) as error:
+            tried = f" after {data.max_retries} retries" if is_transient(error) else ""
+            raise UserError(f"{url}: cannot be opened{tried}: {reason(error)}") from error
 
     with one_line(name):
         if all("://" not in url for url in urls):

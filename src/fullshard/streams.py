@@ -22,7 +22,7 @@ from fullshard.errors import UserError
 from fullshard.readers import Piece, Reading, Tally
 from fullshard.readers import documents as read_documents
 from fullshard.sources import File, Source, enterable
-from fullshard.tokenizer import end_every_document, tokenizer_hash
+from fullshard.tokenizer import end_every_document, tokenizer_hash, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +67,7 @@ def reading_of(source: Source, data: DataConfig, tokenizer: PreTrainedTokenizerF
     return Reading(
         source=source,
         tokenizer_hash=tokenizer_hash(tokenizer) if source.tokens_column else "",
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary_size(tokenizer),
         max_retries=data.max_retries,
         timeout_seconds=data.timeout_seconds,
         skip_bad_rows=data.on_bad_row == "skip",
@@ -144,6 +144,10 @@ Tokenized = tuple[Where, str, np.ndarray]
 """(place, name of the document, token ids)"""
 
 
+def no_document(name: str, pieces: int) -> str:
+    return f"{name} has no document" + ("; lower data.num_streams" if pieces else ": fewer bytes than streams; lower data.num_streams")
+
+
 def windows_of(
     pieces: Sequence[Piece], reading: Reading, *, position: Position, window: int, key: tuple[int, ...], tally: Tally, name: str
 ) -> Iterator[list[Found]]:
@@ -161,7 +165,7 @@ def windows_of(
             place, cursor = (last + 1, 0) if after is None else (last, after)
             index = 0
         if empty:  # Without this an empty stream would be read for ever.
-            raise UserError(f"{name} has no document; lower data.num_streams")
+            raise UserError(no_document(name, len(pieces)))
         epoch, place, cursor, index = epoch + 1, 0, 0, 0
 
 
@@ -170,7 +174,7 @@ def _epoch_documents(
 ) -> Iterator[tuple[int, str, int | None, Any]]:
     """(place of the piece, name of the document, cursor after it, value) of the pieces from `place` on."""
     for number in range(place, len(pieces)):
-        name = pieces[number].file.url.rpartition("/")[2]
+        name = pieces[number].file.name
         for document, after, value in read_documents(pieces[number], cursor, reading, tally):
             yield number, f"{name}:{document}", after, value
         cursor = 0
@@ -216,7 +220,8 @@ def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[np
             ids = encoding.ids
             tokens = np.empty(len(ids) + 1, dtype=np.int32)
             tokens[:-1], tokens[-1] = ids, end
-            documents.append(tokens)
+            # Some tokenizers make it of a text all the same (Unigram; BPE that takes whole words): there it is no border.
+            documents.append(tokens if (tokens[:-1] != end).all() else np.append(tokens[tokens != end], np.int32(end)))
         return documents
 
     return encode

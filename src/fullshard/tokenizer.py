@@ -13,7 +13,7 @@ from fullshard.errors import UserError, first_line, one_line
 from fullshard.hub import ask_hub
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 BUNDLED_TOKENIZER = Path(__file__).parent / "assets" / "tokenizer.json"
@@ -46,6 +46,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise UserError(f"data.tokenizer: {name}: has no end-of-text token; use a folder whose tokenizer_config.json sets eos_token")
     return tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Largest id + 1, the rows that an embedding needs: more than len(tokenizer) where the vocabulary has holes."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:

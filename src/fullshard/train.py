@@ -20,12 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from fullshard.accelerator import COMPUTE_DTYPE, agree, host_group
 from fullshard.checkpoint import save_checkpoint
 from fullshard.config import Recipe
-from fullshard.documents import document_context, document_targets
+from fullshard.document_mask import document_context, document_targets
 from fullshard.errors import UserError
 from fullshard.evaluate import evaluate
+from fullshard.hub import LONGEST_WAIT_S
 from fullshard.losses import IGNORED, next_token_loss_sum
 from fullshard.memory import GIB, MemoryMeasurement, host_rss_bytes, measure_memory, optimizer_bytes, tensor_bytes
-from fullshard.metrics import RunLog, peak_flops, throughput, tokens_seen, training_flops_per_token
+from fullshard.metrics import RunLog, peak_flops, throughput, training_flops_per_token
 from fullshard.optim import clip_by_global_norm_
 from fullshard.run import Run
 
@@ -123,7 +124,9 @@ def train(
     values: dict[str, float] = {}
     noted: set[str] = set()
     save = functools.partial(save_checkpoint, recipe=recipe, accelerator=accelerator, model=model, optimizer=optimizer)
-    group = host_group(accelerator)
+    # How long a rank may read before it has rows, or a reason why not: each try a silent server, then the wait for the next.
+    longest_read_s = (recipe.data.max_retries + 1) * (recipe.data.timeout_seconds + LONGEST_WAIT_S)
+    group = host_group(accelerator, longest_wait_s=longest_read_s)
     model.train()
     window_start, window_steps, data_wait_s = time.perf_counter(), 0, 0.0
     with run.terminal.progress(max_steps=train.max_steps, first_step=resumed_step), _closed_by_user_error(run.log):
@@ -169,9 +172,8 @@ def train(
                 "train/loss": loss,
                 "train/grad_norm": result.grad_norm.item(),
                 "train/learning_rate": result.learning_rate,
-                "train/tokens_seen": tokens_seen(
-                    step=step, global_batch_size=train.global_batch_size, sequence_length=recipe.data.sequence_length
-                ),
+                # Not step x batch: the batch may have been another before the run was resumed.
+                "train/tokens_seen": batches.position()["rows"] * recipe.data.sequence_length,
                 **throughput(
                     steps=window_steps,
                     tokens=window_steps * batch_tokens,

@@ -9,7 +9,7 @@ import torch
 from test_model import TINY, prepared
 from torch.distributed.tensor import DTensor
 
-from fullshard.documents import document_context, document_targets
+from fullshard.document_mask import document_context, document_targets
 from fullshard.losses import IGNORED
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise
 
