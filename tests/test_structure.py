@@ -14,7 +14,7 @@ from fullshard.sharding import placement_from_yaml
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "config", "parsing", "sharding"},
+    {"errors", "files", "config", "parsing", "sharding"},
     {
         "model",
         "sources",

@@ -9,7 +9,6 @@ the tensor files are read as weights only; the index that torch.distributed.chec
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -33,6 +32,7 @@ from fullshard.accelerator import on_main
 from fullshard.config import Recipe, mistake
 from fullshard.data import merge_positions
 from fullshard.errors import UserError, first_line, one_line
+from fullshard.files import sync
 from fullshard.model import canonical_parameters
 
 FORMAT = 1  # Of state.json and of the tensors' names.
@@ -212,14 +212,13 @@ def _commit(partial: Path, final: Path, state: dict[str, Any], *, place: str) ->
     with _file_errors(place):
         with (partial / "state.json").open("w", encoding="utf-8") as file:
             json.dump(state, file, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(partial)
+        sync(partial / "state.json")
+        sync(partial)
         replaced = final.with_name(f"{final.name}.old")
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _sync_folder(final.parent)
+        sync(final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -230,14 +229,6 @@ def _settle(folder: Path) -> None:
             shutil.rmtree(replaced)
         else:
             replaced.rename(replaced.with_suffix(""))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _dcp(call: Callable[..., Any], accelerator: Accelerator, tensors: dict[str, torch.Tensor], *, place: str, **storage: Any) -> None:

@@ -10,7 +10,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -87,32 +87,10 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
-    """One source of documents among several (`data.mixture`); the same keys stand in `data` itself for a single one."""
+class SourcePlace:
+    """Where documents are and how they are found in it."""
 
     path: str = ""
-    """`stdlib` (the running interpreter's standard library), a Hub name, a folder, or a builder of `datasets` (`text`, `json`, ...)."""
-    name: str | None = None
-    """Configuration of a Hub dataset."""
-    revision: str | None = None
-    """Commit, tag or branch of a Hub dataset."""
-    data_files: list[str] | None = None
-    """Files: paths, folders, globs or URLs."""
-    split: str = "train"
-    """Split of a Hub dataset or folder."""
-    text_column: str = "text"
-    """Column that holds a document's text."""
-    tokens_column: str | None = None
-    """Column that holds a document's token ids; then nothing is tokenized."""
-    weight: PositiveFloat = 1.0
-    """Share of the training tokens, relative to the other sources'."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Documents -> tokens -> packed rows of sequence_length + 1."""
-
-    path: str = "stdlib"
     """`stdlib` (the running interpreter's standard library), a Hub name, a folder, or a builder of `datasets` (`text`, `json`, ...)."""
     name: str | None = None
     """Configuration of a Hub dataset."""
@@ -126,6 +104,22 @@ class DataConfig:
     """Column that holds a document's text."""
     tokens_column: str | None = None
     """Column that holds a document's token ids; then nothing is tokenized."""
+
+
+@dataclass(frozen=True)
+class SourceConfig(SourcePlace):
+    """One source of documents among several (`data.mixture`); the same keys stand in `data` itself for a single one."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the training tokens, relative to the other sources'."""
+
+
+@dataclass(frozen=True)
+class DataConfig(SourcePlace):
+    """Documents -> tokens -> packed rows of sequence_length + 1."""
+
+    path: str = "stdlib"
+    """`stdlib` (the running interpreter's standard library), a Hub name, a folder, or a builder of `datasets` (`text`, `json`, ...)."""
     mixture: list[SourceConfig] = field(default_factory=list)
     """Several sources with weights, instead of the keys above. Weights hold in tokens."""
     evaluation_files: list[str] | None = None
@@ -346,15 +340,15 @@ def check_recipe(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     data = recipe.data
-    single = SourceConfig()
     for number, source in enumerate(data.mixture):
         if not source.path:
             raise mistake(recipe, "data.mixture", f"source {number + 1} has no path")
     if data.mixture:
-        for name in ("path", "name", "revision", "data_files", "split", "text_column", "tokens_column"):
-            over_the_file = recipe.sources.get("data.mixture") == COMMAND_LINE != recipe.sources.get(f"data.{name}")
-            if f"data.{name}" in recipe.sources and getattr(data, name) != getattr(single, name) and not over_the_file:
-                raise mistake(recipe, f"data.{name}", "has no meaning beside data.mixture; write it into each of its sources")
+        for entry in fields(SourcePlace):
+            key = f"data.{entry.name}"
+            over_the_file = recipe.sources.get("data.mixture") == COMMAND_LINE != recipe.sources.get(key)
+            if key in recipe.sources and getattr(data, entry.name) != entry.default and not over_the_file:
+                raise mistake(recipe, key, "has no meaning beside data.mixture; write it into each of its sources")
         if data.evaluation_split and not data.evaluation_path:
             raise mistake(recipe, "data.evaluation_split", "of which source of data.mixture? Name it in data.evaluation_path")
     for name in ("evaluation_files", "evaluation_split", "evaluation_path"):
@@ -416,8 +410,7 @@ def _lock(folder: Path) -> bool:
 
 def sources_of(data: DataConfig) -> list[SourceConfig]:
     """The training sources: those of the mixture, or the single one that `data` itself describes."""
-    keys = ("path", "name", "revision", "data_files", "split", "text_column", "tokens_column")
-    return list(data.mixture) or [SourceConfig(**{key: getattr(data, key) for key in keys})]
+    return list(data.mixture) or [SourceConfig(**{entry.name: getattr(data, entry.name) for entry in fields(SourcePlace)})]
 
 
 def divisors(number: int) -> list[int]:

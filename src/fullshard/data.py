@@ -27,9 +27,24 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fullshard.config import DataConfig, divisors
 from fullshard.errors import UserError
+from fullshard.files import keep_json_lines
 from fullshard.readers import Piece, Reading, Tally, documents, first_document, read_amplification
 from fullshard.sources import Corpus
-from fullshard.streams import START, Position, Row, deal, encoder, no_document, pack, reading_of, shuffled, tokenized, whole, windows_of
+from fullshard.streams import (
+    START,
+    Position,
+    Row,
+    deal,
+    encoder,
+    no_document,
+    pack,
+    reading_of,
+    shuffled,
+    tokenized,
+    unplaced,
+    whole,
+    windows_of,
+)
 from fullshard.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
@@ -149,10 +164,7 @@ class Batches:
         """Take out of the log what an earlier run wrote of rows that are still to come. Rank r has the files r, r + world_size, ..."""
         for path in sorted(log.glob("rank_*.jsonl")):
             if int(path.stem.removeprefix("rank_")) % self._world_size == self._rank:
-                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                whole_lines = (line for line in lines if line.endswith("\n"))  # A kill may have cut the last.
-                path.with_suffix(".tmp").write_text("".join(line for line in whole_lines if json.loads(line)["row"] < self._consumed))
-                path.with_suffix(".tmp").rename(path)
+                keep_json_lines(path, lambda line: line["row"] < self._consumed)
         self._log_is_cut = True
 
     def _write(self, number: int, row: Row) -> None:
@@ -257,11 +269,7 @@ def evaluation_rows(
         # In turn from groups of files, so that the first max_rows are not those of one long file.
         for group in range(min(HELD_OUT_GROUPS, len(order))):
             pieces = [whole(source.files[index]) for index in order[group::HELD_OUT_GROUPS]]
-            windows = (
-                [((0, place, number, 0), "", value)]
-                for place, piece in enumerate(pieces)
-                for number, _, value in documents(piece, 0, reading, tally)
-            )
+            windows = (unplaced([value]) for piece in pieces for _, _, value in documents(piece, 0, reading, tally))
             tokens = tokenized(windows, encode=encode, end_of_text=int(tokenizer.eos_token_id))
             packed.append(pack(tokens, length=length, source=0, token=0, carry=True, spans=False))
     in_turn = (row.tokens for turn in itertools.zip_longest(*packed) for row in turn if row is not None)
@@ -375,6 +383,8 @@ def _check_sources(plan: Plan) -> None:
     """Each source can be read, and each stream has a document of each small one: of a source that is seldom chosen it would show late."""
     for number, (reading, dealt) in enumerate(zip(plan.readings, plan.dealt, strict=True)):
         small = sum(piece.end - piece.begin for pieces in dealt for piece in pieces) < PROBED_BYTES * len(dealt)
+        if not small and len(plan.readings) == 1:
+            continue  # The first batch reads it.
         for stream in plan.own if small else plan.own[:1]:
             if not any(first_document(piece, reading) for piece in dealt[stream]):
                 raise UserError(no_document(_stream_name(plan, stream, number), len(dealt[stream])))

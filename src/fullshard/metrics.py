@@ -22,6 +22,7 @@ from accelerate.utils import LoggerType
 
 from fullshard.config import ModelConfig, Recipe
 from fullshard.errors import UserError
+from fullshard.files import keep_json_lines
 from fullshard.memory import parameter_counts
 
 WANDB_INIT_TIMEOUT_S = 20
@@ -152,16 +153,8 @@ def open_log(
 
 def _cut(path: Path, *, after: int) -> None:
     """Leave the lines up to step `after`; what a killed run wrote of its last line goes too. Replaced in one go."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            if json.loads(line)["step"] <= after:
-                kept.append(line + "\n")
-    rewritten = path.with_name(f"{path.name}.tmp")
-    rewritten.write_text("".join(kept), encoding="utf-8")
-    rewritten.replace(path)
+    if path.exists():
+        keep_json_lines(path, lambda line: line["step"] <= after)
 
 
 def _start_trackers(accelerator: Accelerator, *, recipe: Recipe, output_dir: Path, config: dict[str, Any]) -> None:

@@ -24,10 +24,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from fullshard import __version__
 from fullshard.config import DataConfig, sources_of
 from fullshard.errors import UserError, first_line
+from fullshard.files import write_whole
 from fullshard.readers import Piece, Reading, Tally, documents, row_count
-from fullshard.shards import COLUMN, Show, Unit, make_shards, write_text
+from fullshard.shards import COLUMN, Show, Unit, make_shards
 from fullshard.sources import COMPRESSED, File, Source, file_format, list_corpus
-from fullshard.streams import encoder, reading_of, tokenized, whole
+from fullshard.streams import encoder, reading_of, tokenized, unplaced, whole
 from fullshard.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def tokenize(*, data: DataConfig, output: Path, num_workers: int, shard_tokens: 
         made_with = settings | {
             "shard_bytes": {split: _shard_bytes(source, readings[split], encode, shard_tokens) for split, source in sources.items()}
         }
-        write_text(output / ".progress" / "made_with.json", json.dumps(made_with))
+        write_whole(output / ".progress" / "made_with.json", json.dumps(made_with))
     units = [unit for split, source in sources.items() for unit in _units(source, split, readings[split], made_with["shard_bytes"][split])]
     records = {entry["file"]: entry for entry in old.get("shards", [])}
     for sidecar in (output / ".progress").glob("*-*.json"):
@@ -101,9 +102,9 @@ def tokenize(*, data: DataConfig, output: Path, num_workers: int, shard_tokens: 
     if not manifest["totals"]["train"]["documents"]:
         raise UserError(f"{sources['train'].name}: holds no document")
     if missing or not old:
-        write_text(output / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        write_whole(output / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     if not (output / "README.md").exists():
-        write_text(output / "README.md", _card(manifest))
+        write_whole(output / "README.md", _card(manifest))
     shutil.rmtree(output / ".progress", ignore_errors=True)
     return manifest
 
@@ -121,14 +122,14 @@ def take_sample(source: Source, reading: Reading, encode: Callable[[list[str]], 
         exhausted = True
         for place, after, value in documents(whole(file), 0, reading, Tally()):
             first = first if held else place
-            held.append(((0, 0, place, 0), "", value))
+            held.append(value)
             characters += len(value)
             if characters >= SAMPLE_CHARACTERS // count:
                 exhausted = after is None
                 break
         number += len(held)
-        tokens += sum(len(ids) for _, _, ids in tokenized([held], encode=encode, end_of_text=end_of_text))
-        text_bytes += sum(len(value.encode()) for _, _, value in held if isinstance(value, str))
+        tokens += sum(len(ids) for _, _, ids in tokenized([unplaced(held)], encode=encode, end_of_text=end_of_text))
+        text_bytes += sum(len(value.encode()) for value in held if isinstance(value, str))
         match file_format(source.builder, file.url):
             case "parquet" | "arrow":
                 part: float | None = len(held) * file.size / max(row_count(file, reading) or 0, 1)

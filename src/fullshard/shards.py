@@ -22,8 +22,9 @@ import numpy as np
 import xxhash
 
 from fullshard.errors import UserError, first_line
+from fullshard.files import sync, write_whole
 from fullshard.readers import TOKENIZER_KEY, Piece, Reading, Tally, documents
-from fullshard.streams import encoder, tokenized
+from fullshard.streams import encoder, tokenized, unplaced
 from fullshard.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
@@ -130,14 +131,14 @@ def _make_shard(unit: Unit) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         entry: dict[str, Any] = {"split": unit.split, "file": unit.file, **counts, "bytes": 0, "xxh3_128": None}
         if counts["documents"]:
             entry |= {"bytes": partial.stat().st_size, "xxh3_128": _checksum(partial)}
-            _sync(partial)
+            sync(partial)
             final.parent.mkdir(exist_ok=True)
             partial.rename(final)
-            _sync(final.parent)
+            sync(final.parent)
         else:
             partial.unlink()
         entry |= {"bad_rows": tally.bad_rows, "source": unit.source}
-        write_text(partial.with_suffix(".json"), json.dumps(entry))
+        write_whole(partial.with_suffix(".json"), json.dumps(entry))
     except OSError as error:  # Reading raises none.
         raise UserError(f"--output: {final}: cannot be written: {first_line(error)}") from error
     return entry, tally.take_notes()
@@ -151,11 +152,11 @@ def _unit_tokens(unit: Unit, tally: Tally) -> Iterator[np.ndarray]:
         held: list[Any] = []
         for piece in unit.pieces:
             for _, _, value in documents(piece, 0, unit.reading, tally):
-                held.append(((0, 0, 0, 0), "", value))
+                held.append(value)
                 if len(held) == ENCODED_DOCUMENTS:
-                    yield held
+                    yield unplaced(held)
                     held = []
-        yield held
+        yield unplaced(held)
 
     told = 0
     for _, _, ids in tokenized(windows(), encode=_in_worker["encode"], end_of_text=end):
@@ -197,24 +198,6 @@ def _row_groups(documents: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
         tokens += len(ids)
     if held:
         yield held
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    _sync(partial)
-    partial.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(path: Path) -> str:

@@ -148,6 +148,11 @@ def no_document(name: str, pieces: int) -> str:
     return f"{name} has no document" + ("; lower data.num_streams" if pieces else ": fewer bytes than streams; lower data.num_streams")
 
 
+def unplaced(values: Sequence[Any]) -> list[Found]:
+    """A window of documents to which no run goes back."""
+    return [((0, 0, 0, 0), "", value) for value in values]
+
+
 def windows_of(
     pieces: Sequence[Piece], reading: Reading, *, position: Position, window: int, key: tuple[int, ...], tally: Tally, name: str
 ) -> Iterator[list[Found]]:

@@ -1,0 +1,41 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def sync(path: Path) -> None:
+    """Until a file's content, or a folder's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file is this text, on disk, or what it was before. Its folder is made if need be."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Leave the lines that are to be kept. What is no JSON goes too: a kill may have cut the last line."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if keep(value):
+            kept.append(f"{line}\n")
+    write_whole(path, "".join(kept))
