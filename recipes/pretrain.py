@@ -22,6 +22,7 @@ def main() -> None:
 
     # Imported here: torch and transformers take seconds, and a mistake in a YAML is told before.
     from fullshard.accelerator import build_accelerator, on_main, prepare_model
+    from fullshard.bad_steps import BadSteps
     from fullshard.checkpoint import find_checkpoint, load_checkpoint
     from fullshard.data import evaluation_rows, train_batches
     from fullshard.document_mask import masked_document_end
@@ -34,7 +35,13 @@ def main() -> None:
     from fullshard.train import train
 
     trackers = check_trackers(recipe.logging.trackers)
-    accelerator = build_accelerator(placement=placement, sharding=recipe.sharding, trackers=trackers, output_dir=recipe.output_dir)
+    accelerator = build_accelerator(
+        placement=placement,
+        sharding=recipe.sharding,
+        trackers=trackers,
+        output_dir=recipe.output_dir,
+        timeout_seconds=recipe.train.timeout_seconds,
+    )
     resume = find_checkpoint(recipe=recipe, accelerator=accelerator)
 
     tokenizer = load_tokenizer(recipe.data.tokenizer)
@@ -49,6 +56,7 @@ def main() -> None:
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
         position=resume.position,
+        allow_changes=recipe.checkpoint.allow_changes,
         documents_log=f"{recipe.output_dir}/documents",
         **ranks,
     )
@@ -58,21 +66,22 @@ def main() -> None:
 
     model = prepare_model(accelerator, build_on_meta(config), seed=recipe.seed)
     adamw = build_optimizer(model.parameters(), optim=recipe.optim)
-    schedule = build_schedule(adamw, optim=recipe.optim, max_steps=recipe.train.max_steps)
+    schedule = build_schedule(adamw, optim=recipe.optim, max_steps=resume.schedule_steps)
     optimizer = accelerator.prepare_optimizer(adamw)
-    load_checkpoint(resume, accelerator=accelerator, model=model, optimizer=optimizer, schedule=schedule)
+    bad_steps = BadSteps(spike_factor=recipe.train.spike_factor, device=accelerator.device)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "bad_steps": bad_steps}
+    load_checkpoint(resume, recipe=recipe, accelerator=accelerator, **state)
 
     run = start(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume)
     values = train(
         recipe=recipe,
+        placement=placement,
         accelerator=accelerator,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
+        **state,
         batches=batches,
         held_out=held_out,
         run=run,
-        resumed_step=resume.step,
+        resume=resume,
         document_end=masked_document_end(recipe.data, tokenizer),
     )
     finish(recipe=recipe, accelerator=accelerator, model=model, tokenizer=tokenizer, run=run, values=values)

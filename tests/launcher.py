@@ -25,6 +25,7 @@ SMALL = {
     "train.micro_batch_size": 2,
     "optim.warmup_steps": 5,
     "evaluation.max_rows": 5,
+    "checkpoint.every": 0,
     "logging.every": 1,
     "logging.sample_tokens": 4,
     "logging.trackers": "[]",
@@ -54,20 +55,18 @@ class Launched:
         return self
 
 
-def launch(
+def start(
     output_dir: Path,
     /,
     *,
     placement: str | Path = "fsdp.yaml",
     launcher: list[str] | None = None,
     environment: dict[str, str] | None = None,
-    timeout: float = 180.0,
+    stdout: Any = subprocess.PIPE,
+    stderr: Any = subprocess.PIPE,
     **overrides: Any,
-) -> Launched:
-    """overrides: `train__max_steps=3` for --train.max_steps 3. SMALL applies where nothing is said; None takes a key out of it.
-
-    A launch that does not end within `timeout` seconds is a hang: subprocess.TimeoutExpired.
-    """
+) -> subprocess.Popen[str]:
+    """overrides: `train__max_steps=3` for --train.max_steps 3. SMALL applies where nothing is said; None takes a key out of it."""
     values = SMALL | {key.replace("__", "."): value for key, value in overrides.items()}
     values.setdefault("output_dir", output_dir)
     command = [
@@ -78,14 +77,23 @@ def launch(
         *(word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))),
     ]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
-    done = subprocess.run(
+    return subprocess.Popen(
         command,
         cwd=ROOT,
         env=clean | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | (environment or {}),
-        capture_output=True,
+        stdout=stdout,
+        stderr=stderr,
         text=True,
-        timeout=timeout,
         stdin=subprocess.DEVNULL,
-        check=False,
     )
-    return Launched(done.returncode, done.stdout, done.stderr, output_dir)
+
+
+def launch(output_dir: Path, /, *, timeout: float = 180.0, **options: Any) -> Launched:
+    """`start`, and its end. A launch that does not end within `timeout` seconds is a hang: subprocess.TimeoutExpired."""
+    with start(output_dir, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return Launched(process.returncode, stdout, stderr, output_dir)

@@ -16,12 +16,11 @@ import pytest
 import torch
 import yaml
 from test_model import TIED, TINY, prepared
-from test_train_step import OPTIM, whole_parameters
+from test_train_step import OPTIM
 from torch.distributed.tensor import DTensor
 
 from fullshard.config import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig, ModelConfig, Recipe, TrainConfig
 from fullshard.errors import UserError
-from fullshard.model import canonical_parameters
 from fullshard.run import _end_table
 
 STREAMS, STEPS = 8, 6
@@ -67,13 +66,14 @@ def recipe_for(output_dir: Path, *, resume: str = "never", every: int = 0, max_s
         train=TrainConfig(max_steps=max_steps, global_batch_size=STREAMS, micro_batch_size=2),
         optim=OPTIM,
         evaluation=EvaluationConfig(max_rows=0),
-        checkpoint=CheckpointConfig(every=every, resume=resume),
+        checkpoint=CheckpointConfig(every=every, resume=resume, export="never"),
         logging=LoggingConfig(trackers=[], every=1, weights_hash=False),
     )
 
 
 def assembled(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     """(what find_checkpoint says, what the recipe .py makes before the run starts, the checkpoint loaded)."""
+    from fullshard.bad_steps import BadSteps
     from fullshard.checkpoint import find_checkpoint, load_checkpoint
     from fullshard.optim import build_optimizer, build_schedule
 
@@ -82,17 +82,17 @@ def assembled(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     adamw = build_optimizer(model.parameters(), optim=recipe.optim)
     schedule = build_schedule(adamw, optim=recipe.optim, max_steps=8)
     parts = {"accelerator": accelerator, "model": model, "optimizer": accelerator.prepare_optimizer(adamw), "schedule": schedule}
-    load_checkpoint(resume, **parts)
+    parts["bad_steps"] = BadSteps(spike_factor=recipe.train.spike_factor, device=accelerator.device)
+    load_checkpoint(resume, recipe=recipe, **parts)
     return resume, parts
 
 
 def whole_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Weights and moments, gathered."""
-    state = whole_parameters(model)
-    for name, parameter in canonical_parameters(model):
-        for field, value in optimizer.state[parameter].items():
-            state[f"{name} {field}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-    return state
+    from fullshard.tensors import training_tensors
+
+    tensors = training_tensors(model, optimizer)
+    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors.items()}
 
 
 def run_steps(*, recipe: Recipe, lost_at: int | None = None, lost_ranks: tuple[int, ...] = (1,)) -> dict[str, Any]:
@@ -115,12 +115,13 @@ def run_steps(*, recipe: Recipe, lost_at: int | None = None, lost_ranks: tuple[i
         each=recipe.train.global_batch_size // STREAMS,
         lost_at=lost_at if rank in lost_ranks else None,
     )
-    run = start(recipe=recipe, placement=placement_from_environment(), accelerator=accelerator, model=parts["model"], resume=resume)
+    placement = placement_from_environment()
+    run = start(recipe=recipe, placement=placement, accelerator=accelerator, model=parts["model"], resume=resume)
     said: list[str] = []
     run.terminal.say = said.append
     error = None
     try:
-        train(recipe=recipe, **parts, batches=batches, held_out=torch.empty(0, 33), run=run, resumed_step=resume.step)
+        train(recipe=recipe, placement=placement, **parts, batches=batches, held_out=torch.empty(0, 33), run=run, resume=resume)
     except UserError as caught:
         error = str(caught)
     return {
@@ -291,7 +292,8 @@ def test_no_rank_starts_before_the_earlier_run_is_out_of_the_way(pool: Any, tmp_
 def test_tokens_seen_go_on_from_the_rows_read_when_the_batch_changes(pool: Any, straight: Any, tmp_path: Path) -> None:
     recipe = recipe_for(tmp_path, resume=str(straight[0] / "checkpoints" / "step_00000003"))
     assert column(straight[0], "train/tokens_seen") == [step * STREAMS * 32 for step in range(1, STEPS + 1)]
-    doubled = replace(recipe, train=replace(recipe.train, global_batch_size=2 * STREAMS))
+    allowed = replace(recipe.checkpoint, allow_changes=["train.global_batch_size"])
+    doubled = replace(recipe, train=replace(recipe.train, global_batch_size=2 * STREAMS), checkpoint=allowed)
     pool.run(run_steps, recipe=doubled)
     assert column(tmp_path, "train/tokens_seen") == [(3 + 2 * more) * STREAMS * 32 for more in range(1, 4)]
     ended = dict(_end_table(recipe=doubled, values=lines(tmp_path)[-1], wall_s=1.0, resumed_step=3))
@@ -332,10 +334,11 @@ def host_groups(*, recipe: Recipe) -> list[float]:
 
 
 def test_ranks_wait_for_one_that_retries_as_long_as_the_recipe_says(pool: Any, tmp_path: Path) -> None:
-    """Each of 101 tries may last the 30 s of a silent server and the 30 s after it; torch waits 30 minutes."""
+    """Each of 101 tries may last the 30 s of a silent server and the 30 s after it; torch waits 30 minutes. The other group is that of the
+    saves, where a rank may take train.timeout_seconds."""
     recipe = recipe_for(tmp_path, max_steps=1)
     patient = replace(recipe, data=replace(recipe.data, max_retries=100, timeout_seconds=30.0))
-    assert pool.run(host_groups, recipe=patient) == [[101 * (30 + 30) + 1800]] * 2
+    assert pool.run(host_groups, recipe=patient) == [[101 * (30 + 30) + 1800, 1800 + 1800]] * 2
 
 
 @pytest.mark.parametrize(("every", "world_size", "lost_ranks"), [(0, 2, (1,)), (2, 4, (2, 3)), (0, 1, (0,))])
@@ -363,7 +366,8 @@ def test_a_lost_source_ends_in_a_checkpoint_and_one_line(
 
 def test_lost_before_the_first_step_says_so_without_a_checkpoint(pool: Any, tmp_path: Path) -> None:
     results = pool.run(run_steps, timeout=30, recipe=recipe_for(tmp_path), lost_at=1)
-    assert [result["error"] for result in results] == ["data.path: here: rank 1 gets nothing any more"] * 2
+    expected = "data.path: here: rank 1 gets nothing any more; nothing was trained yet"
+    assert [result["error"] for result in results] == [expected] * 2
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -375,21 +379,34 @@ def test_counts_and_notes_are_those_of_all_ranks(straight: Any) -> None:
     assert [line for line in result["said"] if "note" in line] == ["of rank 0, a note", "a note of rank 0", "a note of rank 1"]
 
 
+def saving(recipe: Recipe, parts: dict[str, Any]) -> Any:
+    """save(step): to disk when it returns, without training."""
+    from fullshard.checkpoint import Resume, Saver
+    from fullshard.sharding import placement_from_environment
+
+    saver = Saver(
+        recipe=recipe, placement=placement_from_environment(), accelerator=parts["accelerator"], resume=Resume(schedule_steps=STEPS)
+    )
+
+    def save(step: int) -> None:
+        values = {"skipped_rows": 0, "rollbacks": 0, "wandb_id": None}
+        state = {name: parts[name] for name in ("model", "optimizer", "bad_steps")}
+        saver.save(**state, step=step, position={"rows": step, "streams": {}, "order": {}}, values=values)
+        saver.finish()
+
+    return save
+
+
 def save_at(*, step: int, recipes: list[Recipe], full: bool = False) -> str | None:
-    """Saves without training, by rank's recipe; the error. full: the disk has room for part of rank 1's shards."""
+    """Saves by rank's recipe; the error. full: the disk has room for part of rank 1's shards."""
     import resource
 
-    from fullshard.checkpoint import save_checkpoint
-
     _, parts = assembled(recipes[0])
-    del parts["schedule"]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if full and parts["accelerator"].process_index == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     try:
-        save_checkpoint(
-            recipe=recipes[parts["accelerator"].process_index], **parts, step=step, position={"rows": step, "streams": {}, "order": {}}
-        )
+        saving(recipes[parts["accelerator"].process_index], parts)(step)
     except UserError as error:
         return str(error)
     finally:
@@ -431,13 +448,11 @@ def killed_while_saving(*, recipe: Recipe) -> list[tuple[str, list[str], int, li
 
     _, parts = assembled(recipe)
     accelerator = parts["accelerator"]
-    del parts["schedule"]
     output_dir = Path(recipe.output_dir)
     auto = replace(recipe, checkpoint=CheckpointConfig(resume="auto"))
     rename = Path.rename
 
-    def save(step: int) -> None:
-        checkpoint.save_checkpoint(recipe=recipe, **parts, step=step, position={"rows": step, "streams": {}, "order": {}})
+    save = saving(recipe, parts)
 
     def half_a_shard(*_: Any, storage_writer: Any, **__: Any) -> None:
         (Path(storage_writer.path) / "__0_0.distcp").write_bytes(b"half")
@@ -492,9 +507,9 @@ def loading(*, recipe: Recipe) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": replace(TINY, intermediate_size=52)}, "(50, 36) in the checkpoint, (52, 36) in this recipe's model"),
+        ({"model": replace(TINY, intermediate_size=52)}, "(50, 36) in the checkpoint, (52, 36) in this run"),
         ({"model": replace(TINY, num_hidden_layers=4)}, "model.layers.3.self_attn.q_proj.weight: missing in the checkpoint"),
-        ({"model": replace(TINY, num_hidden_layers=2)}, "missing in this recipe's model"),
+        ({"model": replace(TINY, num_hidden_layers=2)}, "missing in this run"),
         ({"max_steps": 3}, "train.max_steps: 3: {folder} has done 3 steps, the run is complete; raise it to go on"),
         ({"resume": "{folder}/.."}, ": not a checkpoint; name a folder <output_dir>/checkpoints/step_*, auto or never"),
     ],
@@ -503,7 +518,9 @@ def test_what_does_not_fit_stops_all_ranks_in_one_line(pool: Any, straight: Any,
     folder = straight[0] / "checkpoints" / "step_00000003"
     arguments = {"resume": "{folder}"} | change
     arguments["resume"] = arguments["resume"].format(folder=folder)
-    results = pool.run(loading, timeout=30, recipe=recipe_for(tmp_path, **arguments))
+    recipe = recipe_for(tmp_path, **arguments)
+    allowed = replace(recipe.checkpoint, allow_changes=["model"])  # What the recipes' difference says comes first: tests/test_changes.py.
+    results = pool.run(loading, timeout=30, recipe=replace(recipe, checkpoint=allowed))
     for error in results:
         assert said.format(folder=folder) in error
         assert "\n" not in error

@@ -29,6 +29,7 @@ from fullshard.errors import UserError
 from fullshard.parsing import DEFAULT_RECIPE, KEYS, parse_recipe
 
 ROOT = Path(__file__).parent.parent
+TRAIN_KEYS = ", ".join(entry.name for entry in dataclasses.fields(TrainConfig))
 
 # (content of x.yaml, the line without "x.yaml: ")
 WRONG_FILES = [
@@ -42,8 +43,8 @@ WRONG_FILES = [
         "sources: {}",
         "sources: unknown key; the recipe has output_dir, seed, model, data, train, optim, sharding, evaluation, checkpoint, logging",
     ),
-    ("train: {zzz: 3}", "train.zzz: unknown key; train has max_steps, global_batch_size, micro_batch_size, max_grad_norm"),
-    ("train: 3", "train: 3: must be a section with keys max_steps, global_batch_size, micro_batch_size, max_grad_norm"),
+    ("train: {zzz: 3}", f"train.zzz: unknown key; train has {TRAIN_KEYS}"),
+    ("train: 3", f"train: 3: must be a section with keys {TRAIN_KEYS}"),
     ("train: {max_steps: -3}", "train.max_steps: -3: must be an integer > 0"),
     ("train: {max_steps: 2.5}", "train.max_steps: 2.5: must be an integer > 0"),
     ("train: {max_steps: true}", "train.max_steps: true: must be an integer > 0"),

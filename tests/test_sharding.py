@@ -27,6 +27,7 @@ from fullshard.sharding import (
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 FSDP = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
+FSDP1 = {"fsdp_version": 1, "fsdp_sync_module_states": False}
 
 
 def fsdp(**keys: object) -> str:
@@ -59,7 +60,39 @@ WRONG = [
     ),
     (fsdp(fsdp_reshard_after_foward=True), "fsdp_config.fsdp_reshard_after_foward: unknown key; did you mean fsdp_reshard_after_forward?"),
     (fsdp(reshard_after=True), "fsdp_config.reshard_after: unknown key; did you mean fsdp_reshard_after_forward?"),
-    (fsdp(fsdp_version=1), "fsdp_config.fsdp_version: 1: FSDP1 is not supported yet; write fsdp_version: 2"),
+    (fsdp(fsdp_version=3), "fsdp_config.fsdp_version: 3: must be one of 1, 2"),
+    (fsdp(fsdp_version=1), "fsdp_config.fsdp_sync_module_states: missing: the launcher's default is true; write false"),
+    (
+        fsdp(**FSDP1 | {"fsdp_sync_module_states": True}),
+        "fsdp_config.fsdp_sync_module_states: true: must be false: every rank derives the same weights from the seed",
+    ),
+    (
+        fsdp(**FSDP1, use_orig_params=False),
+        "fsdp_config.use_orig_params: false: must be true: a flat parameter mixes matrices, which decay, with norms, which do not",
+    ),
+    (
+        fsdp(**FSDP1, reshard_after_forward=True),
+        "fsdp_config.reshard_after_forward: true: FSDP2 only, no effect with fsdp_version 1; "
+        "remove it (fsdp_sharding_strategy says it: FULL_SHARD or SHARD_GRAD_OP)",
+    ),
+    (
+        fsdp(**FSDP1, activation_checkpointing=True, activation_checkpointing_offload=True),
+        "fsdp_config.activation_checkpointing_offload: true: FSDP2 only, no effect with fsdp_version 1; remove it",
+    ),
+    (
+        fsdp(**FSDP1, sharding_strategy="HYBRID_SHARD"),
+        "fsdp_config.sharding_strategy: HYBRID_SHARD: copies per machine, which Accelerate does not let one choose with FSDP1; "
+        "write fsdp_version: 2 and a parallelism_config",
+    ),
+    (
+        fsdp(**FSDP1, sharding_strategy=1),
+        "fsdp_config.sharding_strategy: 1: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+    ),
+    (fsdp(**FSDP1, offload_params=True), "fsdp_offload_params: true: not supported with FSDP1; write fsdp_version: 2"),
+    (
+        fsdp(**FSDP1) + "parallelism_config: {parallelism_config_dp_shard_size: 2}",
+        "parallelism_config: needs fsdp_version: 2",
+    ),
     (fsdp(version=2), "fsdp_config.version: 2: written twice, as version and as fsdp_version"),
     (
         "distributed_type: FSDP\nfsdp_config: {fsdp_cpu_ram_efficient_loading: false}",
@@ -169,6 +202,9 @@ VARIANTS = [
     fsdp(activation_checkpointing=True, activation_checkpointing_offload=True, offload_params=True, reshard_after_forward=False),
     fsdp(auto_wrap_policy="NO_WRAP", state_dict_type="FULL_STATE_DICT"),
     fsdp(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap="LlamaDecoderLayer,Embedding"),
+    fsdp(**FSDP1),
+    fsdp(**FSDP1, sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True, backward_prefetch="BACKWARD_POST", use_orig_params=True),
+    fsdp(**FSDP1, sharding_strategy="NO_SHARD", backward_prefetch="NO_PREFETCH", activation_checkpointing=True),
     "distributed_type: MULTI_GPU\nnum_processes: 3",
     "distributed_type: 'NO'",
 ]
@@ -205,7 +241,14 @@ def test_placement_is_what_the_plugin_reads(content: str, tmp_path: Path, monkey
         monkeypatch.setenv(key, value)
     plugin, placement = FullyShardedDataParallelPlugin(), placement_from_yaml(path)
     assert plugin.fsdp_version == placement.fsdp_version
-    assert plugin.reshard_after_forward == placement.reshard_after_forward
+    if placement.fsdp_version == 1:
+        assert plugin.sharding_strategy.name == placement.sharding_strategy
+        assert (plugin.backward_prefetch.name if plugin.backward_prefetch else "NO_PREFETCH") == placement.backward_prefetch
+        assert (plugin.forward_prefetch, plugin.use_orig_params, plugin.sync_module_states) == (placement.forward_prefetch, True, False)
+        assert placement.reshard_after_forward == (placement.sharding_strategy == "FULL_SHARD")
+        assert placement.dp_shard_size == (1 if placement.sharding_strategy == "NO_SHARD" else placement.num_processes)
+    else:
+        assert plugin.reshard_after_forward == placement.reshard_after_forward
     assert plugin.state_dict_type.name == placement.state_dict_type
     assert (plugin.activation_checkpointing, plugin.activation_checkpointing_offload) == (
         placement.activation_checkpointing,
@@ -227,6 +270,7 @@ def test_shipped_files() -> None:
     )
     controls = {path.stem: placement_from_yaml(path, num_processes=4) for path in SHIPPED}
     assert controls["fsdp_fp32"] == dataclasses.replace(controls["fsdp"], mixed_precision="no")
+    assert controls["fsdp1_full_shard"] == dataclasses.replace(controls["fsdp"], fsdp_version=1, backward_prefetch="BACKWARD_PRE")
     assert controls["ddp"] == Placement(distributed_type="MULTI_GPU", num_processes=4, dp_replicate_size=4, mixed_precision="bf16")
     for path in SHIPPED:
         # O17: an unquoted no would be a boolean.
@@ -240,7 +284,13 @@ def test_our_keys_are_those_of_the_installed_accelerate() -> None:
     """A failure says that an upgrade added, dropped or renamed keys: decide what each new one means here."""
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
-    from accelerate.utils.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, TORCH_DYNAMO_MODES
+    from accelerate.utils.constants import (
+        FSDP2_STATE_DICT_TYPE,
+        FSDP_AUTO_WRAP_POLICY,
+        FSDP_BACKWARD_PREFETCH,
+        FSDP_SHARDING_STRATEGY,
+        TORCH_DYNAMO_MODES,
+    )
     from accelerate.utils.dataclasses import DynamoBackend
 
     top = {*sharding.TOP_RULES, *sharding.SECTION_RULES, *sharding.UNSUPPORTED, *sharding.COMMAND_LINE_ONLY}
@@ -248,7 +298,7 @@ def test_our_keys_are_those_of_the_installed_accelerate() -> None:
     parser = launch_command_parser()
     options = {action.dest for action in parser._actions}
     for prefix, rules in {
-        "fsdp_": sharding.FSDP_RULES,
+        "fsdp_": sharding.FSDP_RULES | sharding.FSDP1_RULES | sharding.FSDP2_RULES,
         "dynamo_": sharding.DYNAMO_RULES,
         "parallelism_config_": sharding.PARALLELISM_RULES,
     }.items():
@@ -260,6 +310,9 @@ def test_our_keys_are_those_of_the_installed_accelerate() -> None:
         assert parser.get_default(key) is None
     assert set(DynamoBackend.list()) == {name for name in sharding.DYNAMO_BACKENDS if name.isupper()}
     assert set(sharding.FSDP_RULES["fsdp_auto_wrap_policy"]) == set(FSDP_AUTO_WRAP_POLICY)
+    strategies = {value for key, value in sharding.REFUSED_VALUES if key == "fsdp_sharding_strategy"}
+    assert set(sharding.FSDP1_RULES["fsdp_sharding_strategy"]) | strategies == set(FSDP_SHARDING_STRATEGY)
+    assert set(sharding.FSDP1_RULES["fsdp_backward_prefetch"]) == set(FSDP_BACKWARD_PREFETCH)
     assert set(sharding.FSDP_RULES["fsdp_state_dict_type"]) == set(FSDP2_STATE_DICT_TYPE)
     assert set(sharding.DYNAMO_RULES["dynamo_mode"]) == set(TORCH_DYNAMO_MODES)
 
@@ -271,7 +324,15 @@ def test_our_keys_are_those_of_the_installed_accelerate() -> None:
             {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
             "environment: ACCELERATE_GRADIENT_ACCUMULATION_STEPS: 2: derived from the recipe's train.global_batch_size; unset it",
         ),
-        ({"FSDP_VERSION": "1"}, "accelerate launch: fsdp_version: 1: FSDP1 is not supported yet; pass 2"),
+        ({"FSDP_VERSION": "3"}, "accelerate launch: fsdp_version: 3: must be 1 or 2"),
+        (
+            {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SYNC_MODULE_STATES": "true"},
+            "accelerate launch: fsdp_sync_module_states: true: must be false: every rank derives the same weights from the seed",
+        ),
+        (
+            {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SHARDING_STRATEGY": "3"},
+            "accelerate launch: fsdp_sharding_strategy: 3: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+        ),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "accelerate launch: mixed_precision: fp8: must be one of no, bf16, fp16"),
         (
             {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},

@@ -210,6 +210,7 @@ def ranks(
     batch: int = BATCH,
     seed: int = 0,
     position: dict[str, Any] | None = None,
+    allow_changes: Sequence[str] = (),
     documents_log: Path | None = None,
 ) -> list[Batches]:
     corpus = list_corpus(data, held_out=False)
@@ -223,6 +224,7 @@ def ranks(
             world_size=world_size,
             global_batch_size=batch,
             position=position,
+            allow_changes=allow_changes,
             documents_log=documents_log,
         )
         for rank in range(world_size)
@@ -443,7 +445,64 @@ def test_position_of_another_recipe_is_refused(tmp_path, monkeypatch, key, chang
     if changes.get("data_files"):
         changes["data_files"] = [pattern.format(folder=tmp_path) for pattern in changes["data_files"]]
     with pytest.raises(UserError, match=rf"^{key}\b.*: the checkpoint was made with [^\n]+$"):
-        ranks(replace(data, **changes), seed=seed, position=position)
+        ranks(replace(data, **changes), seed=seed, position=position, allow_changes=["optim", "data.num_workers"])
+
+
+FILES = "the files of data (names, sizes, columns, weights)"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "told", "changes"),
+    [
+        ("seed", "seed: ", {"seed": 1}),
+        ("data", "data.sequence_length: ", {"sequence_length": 7}),
+        ("data.shuffle_window", "data.shuffle_window: ", {"shuffle_window": 6}),
+        ("data.num_streams", "data.num_streams: ", {"num_streams": 8}),
+        ("data.data_files", f"{FILES}: ", {"data_files": ["{folder}/0[0-2].parquet"]}),
+        ("data", f"{FILES}, data.carry_remainder: ", {"evaluation_documents": 3, "carry_remainder": False}),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_data_that_may_change_begin_anew(tmp_path, allowed, told, changes, world_size):
+    """As a run of their own, also across a further stop, with the rows counted on. The rows before are a multiple of the streams."""
+    data = numbered(tmp_path, files=4, documents=80)
+    old = run(data, Leg(2, 2), log_in=tmp_path).position
+    changes = {key: [f.format(folder=tmp_path) for f in value] if key == "data_files" else value for key, value in changes.items()}
+    seed = changes.pop("seed", 0)
+    new = replace(data, **changes)
+    fresh = run(new, Leg(4), seed=seed, log_in=tmp_path)
+
+    running = ranks(new, world_size, seed=seed, position=old, allow_changes=[allowed])
+    taken = [[next(batches).tolist() for batches in running] for _ in range(2)]
+    rows = [row for step in taken for turn in zip(*step, strict=True) for row in turn]
+    assert rows == fresh.rows[: 2 * BATCH]
+    note = f"{told}not what the checkpoint was made with, as allowed; the data begin anew after 16 rows"
+    assert running[0].notes()["data position"] == note
+    position = merge_positions([batches.position() for batches in running])
+    assert position["rows"] == 4 * BATCH
+    # What was allowed once may stay in the recipe: from here on nothing has changed.
+    (again,) = ranks(new, seed=seed, position=json.loads(json.dumps(position)), allow_changes=[allowed])
+    assert [row for _ in range(2) for row in next(again).tolist()] == fresh.rows[2 * BATCH :]
+    assert "data position" not in again.notes()
+
+
+def test_each_stream_begins_anew_in_the_middle_of_a_round(tmp_path):
+    data = replace(numbered(tmp_path, files=4, documents=80), num_streams=4)
+    fresh = run(replace(data, shuffle_window=6), Leg(4, batch=4), log_in=tmp_path)
+    old = run(data, Leg(1, batch=6), log_in=tmp_path).position
+    (batches,) = ranks(replace(data, shuffle_window=6), batch=8, position=old, allow_changes=["data"])
+    rows = next(batches).tolist()  # Rows 6 to 13 of the run: of streams 2, 3, 0, 1, 2, 3, 0, 1.
+    assert rows == [fresh.rows[n] for n in (2, 3, 0, 1, 6, 7, 4, 5)]
+
+
+def test_a_permission_that_was_not_needed_keeps_the_position(tmp_path):
+    """The same files in another folder: data.data_files is another, what is read is not."""
+    data = numbered(tmp_path, files=4, documents=80)
+    straight = run(data, Leg(4), log_in=tmp_path)
+    position = run(data, Leg(2), log_in=tmp_path).position
+    (batches,) = ranks(data, position=position, allow_changes=["data", "seed"])
+    assert [row for _ in range(2) for row in next(batches).tolist()] == straight.rows[2 * BATCH :]
+    assert "data position" not in batches.notes()
 
 
 def test_position_is_good_for_the_same_files_in_another_folder(tmp_path):

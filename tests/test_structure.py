@@ -14,7 +14,7 @@ from fullshard.sharding import placement_from_yaml
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "files", "config", "parsing", "sharding"},
+    {"errors", "files", "config", "parsing", "sharding", "manifest", "changes", "schedule", "preemption", "watchdog"},
     {
         "model",
         "sources",
@@ -28,9 +28,12 @@ LAYERS = [
         "document_mask",
         "losses",
         "optim",
+        "fsdp1",
+        "tensors",
+        "bad_steps",
         "memory",
     },
-    {"accelerator", "metrics", "evaluate", "terminal", "checkpoint", "describe"},
+    {"accelerator", "metrics", "evaluate", "terminal", "checkpoint", "describe", "export"},
     {"run", "train"},
     {"__main__"},
 ]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.config import OptimConfig, ShardingConfig
 from fullshard.errors import UserError
 from fullshard.losses import IGNORED, next_token_loss_sum
-from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise
+from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, whole_tensor
 from fullshard.optim import build_optimizer, build_schedule, learning_rate_factor
 
 OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1)
@@ -30,7 +30,7 @@ def global_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_parameters(model: Any) -> dict[str, torch.Tensor]:
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in canonical_parameters(model)}
+    return {name: whole_tensor(p).detach().clone() for name, p in canonical_parameters(model)}
 
 
 def steps(*, micro_batch_size: int, max_grad_norm: float | None = None, count: int = 3, optim: OptimConfig = OPTIM) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""`fullshard check | tokenize | data`: what can be done with a recipe without starting a run.
+"""`fullshard check | tokenize | data | verify | export`: what can be done with a recipe or a run's folder without starting a run.
 
 `check`: are the accelerate YAML and the recipe YAML right? On any machine, without torch, in under a second.
+`verify`: is every file of a run's checkpoints there and right? Without torch too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 from fullshard.config import check_output_dir, gradient_accumulation_steps, resolve_batch
 from fullshard.errors import COMMAND_LINE, UserError, one_line_errors
+from fullshard.manifest import verify
 from fullshard.parsing import DEFAULT_RECIPE, parse_recipe
 from fullshard.sharding import placement_from_yaml
 
@@ -22,20 +24,25 @@ USAGE = {
     "check": f"fullshard check [--accelerate_config FILE] [--num_processes N] [--quiet] {RECIPE}",
     "tokenize": f"fullshard tokenize --output DIR [--num_workers N] [--shard_tokens N] {RECIPE}",
     "data": f"fullshard data [--rows N] {RECIPE}",
+    "verify": "fullshard verify [--hashes] PATH",
+    "export": "fullshard export [--dtype float32|bfloat16|float16] [--output DIR] PATH",
 }
 PURPOSE = {
     "check": "Check an accelerate YAML and a recipe together and print what they mean.",
     "tokenize": "Tokenize a recipe's training and held-out text once, into a dataset that training streams and the Hub takes. "
     "Run again after an interruption it makes what is missing.",
     "data": "Show what a recipe will read: sources, sizes, how files are dealt to streams, epochs, the first packed rows.",
+    "verify": "Say of each checkpoint what it is and whether it is whole: each file there and of its size, and with --hashes every byte as "
+    "it was written. Leftovers of what was interrupted are named too; they are no failure. "
+    "Exit code 0: all are whole; 1: one is damaged; 2: a mistake in the call.",
+    "export": "Write a run's newest whole checkpoint, or the one that PATH is, as a Hugging Face folder: weights, configs, tokenizer.",
 }
 
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, command: str) -> None:
-        super().__init__(
-            usage=USAGE[command], allow_abbrev=False, description=f"{PURPOSE[command]} All keys of the recipe: recipes/pretrain.py --help."
-        )
+        keys = " All keys of the recipe: recipes/pretrain.py --help." if RECIPE in USAGE[command] else ""
+        super().__init__(usage=USAGE[command], allow_abbrev=False, description=f"{PURPOSE[command]}{keys}")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{COMMAND_LINE}: {message}")
@@ -51,6 +58,10 @@ def main() -> None:
             _tokenize(rest)
         case ["data", *rest]:
             _data(rest)
+        case ["verify", *rest]:
+            _verify(rest)
+        case ["export", *rest]:
+            _export(rest)
         case [] | ["-h" | "--help"]:
             print("\n\n".join(f"usage: {USAGE[command]}\n\n{PURPOSE[command]}" for command in USAGE))
         case [command, *_]:
@@ -134,6 +145,36 @@ def _data(argv: list[str]) -> None:
     from fullshard.terminal import Terminal
 
     describe(recipe, rows=arguments.rows, terminal=Terminal(main_process=True))
+
+
+def _verify(argv: list[str]) -> None:
+    parser = _Parser("verify")
+    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, its checkpoints folder, or one checkpoint")
+    parser.add_argument("--hashes", action="store_true", help="read every byte and check it against the checksums")
+    arguments = parser.parse_args(argv)
+    verdicts = verify(arguments.path, hashes=arguments.hashes)
+    for verdict in verdicts:
+        print(verdict.line)
+    if not all(verdict.whole for verdict in verdicts):
+        raise SystemExit(1)
+
+
+def _export(argv: list[str]) -> None:
+    parser = _Parser("export")
+    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, or one of its checkpoints")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="type of the weights (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder, an older export there is replaced (default: model/ in the run)")
+    arguments = parser.parse_args(argv)
+
+    from fullshard.export import describe_export, export_checkpoint, exportable
+
+    checkpoint, folder = exportable(arguments.path)
+    folder = arguments.output or folder
+    if folder is None:
+        raise UserError(f"{COMMAND_LINE}: {checkpoint}: in no run's folder checkpoints/; name the folder to write by --output")
+    written = export_checkpoint(checkpoint, folder=folder, dtype=arguments.dtype)
+    print(f"{checkpoint} -> {describe_export(written)}")
 
 
 def _at_least(least: int, arguments: Any, name: str) -> None:

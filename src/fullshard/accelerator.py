@@ -8,45 +8,66 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers import LlamaForCausalLM
 
 from fullshard.config import ShardingConfig
 from fullshard.errors import UserError, first_line
+from fullshard.fsdp1 import flat_units, free_gathered, mark_flat_pieces
 from fullshard.memory import count_cpu_memory
-from fullshard.model import canonical_parameters, materialise
+from fullshard.model import canonical_name, canonical_parameters, materialise, module_materialiser, restore_rope_buffers
 from fullshard.sharding import Placement
+from fullshard.watchdog import record_nccl
 
 # By Accelerate's `mixed_precision`.
 COMPUTE_DTYPE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+RENDEZVOUS = "fullshard://"
+"""init_method of the process group."""
+
 Result = TypeVar("Result")
 
 
-def build_accelerator(*, placement: Placement, sharding: ShardingConfig, trackers: list[str], output_dir: str | None = None) -> Accelerator:
+def build_accelerator(
+    *,
+    placement: Placement,
+    sharding: ShardingConfig,
+    trackers: list[str],
+    output_dir: str | None = None,
+    timeout_seconds: float = 0.0,
+) -> Accelerator:
     """The Accelerator of this run, checked against the placement. Raises UserError when they differ.
 
-    Trackers that keep files of their own put them below output_dir.
+    Trackers that keep files of their own put them below output_dir. timeout_seconds: the watchdog's, which a collective outlasts: it has
+    the stacks to show. Never less than torch's own.
 
-    CUDA and NCCL: no test here reaches that branch; it is Accelerate's own path, unchanged.
+    CUDA and NCCL: no test here reaches that branch; it is Accelerate's own path, with NCCL's flight recorder on.
     """
+    timeout = max(default_pg_timeout, timedelta(seconds=timeout_seconds)) + timedelta(minutes=1)
     if not torch.cuda.is_available():
-        _engage_on_cpu(placement)
+        _engage_on_cpu(placement, timeout=timeout)
+    elif output_dir is not None:
+        record_nccl(output_dir)
     reduce_dtype = getattr(torch, sharding.reduce_dtype)
     fsdp_plugin = None
     if placement.distributed_type == "FSDP":
         # Accelerate's own policy reduces gradients in the compute type and rounds the output to it.
-        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[placement.mixed_precision], reduce_dtype=reduce_dtype, output_dtype=None)
+        dtypes = {"param_dtype": COMPUTE_DTYPE[placement.mixed_precision], "reduce_dtype": reduce_dtype}
+        # Buffers, the rotary frequencies, stay fp32 under both.
+        policy = MixedPrecision(**dtypes) if placement.fsdp_version == 1 else MixedPrecisionPolicy(**dtypes, output_dtype=None)
         fsdp_plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     elif reduce_dtype != torch.float32:
         fix = f"{placement.distributed_type} reduces gradients in fp32; write float32 or use an FSDP config"
@@ -55,12 +76,29 @@ def build_accelerator(*, placement: Placement, sharding: ShardingConfig, tracker
         fsdp_plugin=fsdp_plugin,
         log_with=trackers or None,
         project_dir=output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(init_method=RENDEZVOUS, timeout=timeout)],
     )
     _check(accelerator, placement)
     return accelerator
 
 
-def _engage_on_cpu(placement: Placement) -> None:
+def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """torch's env://, with a store of its own for each start of the ranks.
+
+    With --max_restarts the launcher's static rendezvous, which is accelerate's default, keeps one store, and torch 2.13 keeps the starts in
+    it no longer apart (pytorch #135712): a rank that comes first would take the address that its peer had before, and fail or wait for it.
+    One launcher counts its starts; those of several machines may count differently, so there it stays as it is.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    yield store, rank, world_size
+
+
+register_rendezvous_handler(RENDEZVOUS.removesuffix("://"), _rendezvous)
+
+
+def _engage_on_cpu(placement: Placement, *, timeout: timedelta) -> None:
     """Make Accelerate see a gloo process group where it would see none, and let FSDP run on it.
 
     FSDP is only considered for the MULTI_GPU type; DDP on the other hand refuses device ids on the CPU and needs MULTI_CPU.
@@ -72,7 +110,7 @@ def _engage_on_cpu(placement: Placement) -> None:
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     count_cpu_memory()  # Before the model exists: what is older is not counted.
-    state = PartialState(cpu=True)
+    state = PartialState(cpu=True, init_method=RENDEZVOUS, timeout=timeout)
     if placement.distributed_type == "FSDP" and state.distributed_type == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         PartialState._shared_state["device"] = torch.device("cpu")
@@ -88,13 +126,19 @@ def _check(accelerator: Accelerator, placement: Placement) -> None:
         ("gradient_accumulation_steps", 1, accelerator.gradient_accumulation_steps),
     ]
     if placement.distributed_type == "FSDP" and accelerator.distributed_type == DistributedType.FSDP:
-        mesh = accelerator.torch_device_mesh
+        plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {}
-        found += [
-            ("fsdp_version", placement.fsdp_version, accelerator.state.fsdp_plugin.fsdp_version),
-            ("dp_replicate_size", placement.dp_replicate_size, sizes.get("dp_replicate", 1)),
-            ("dp_shard_size", placement.dp_shard_size, sizes.get("dp_shard", accelerator.num_processes if mesh is None else 1)),
-        ]
+        found += [("fsdp_version", placement.fsdp_version, plugin.fsdp_version)]
+        if placement.fsdp_version == 1:
+            found += [
+                ("sharding_strategy", placement.sharding_strategy, plugin.sharding_strategy.name),
+                ("use_orig_params", True, plugin.use_orig_params),
+            ]
+        else:
+            found += [
+                ("dp_replicate_size", placement.dp_replicate_size, sizes.get("dp_replicate", 1)),
+                ("dp_shard_size", placement.dp_shard_size, sizes.get("dp_shard", accelerator.num_processes if mesh is None else 1)),
+            ]
     for key, asked, got in found:
         if asked != got:
             fix = f"asked for {asked}, got {got}; start with `accelerate launch --config_file ...`"
@@ -106,25 +150,34 @@ def _check(accelerator: Accelerator, placement: Placement) -> None:
 def prepare_model(accelerator: Accelerator, model: LlamaForCausalLM, *, seed: int) -> nn.Module:
     """Wrap a meta model by Accelerate and give each rank its initialised part. The optimizer is built on the result.
 
-    FSDP2 shards on meta and is materialised shard by shard; DDP and a single process hold the whole model and need it before wrapping.
+    FSDP2 shards on meta and is materialised shard by shard, FSDP1 unit by unit; DDP and a single process hold the whole model and need it
+    before wrapping.
     """
-    if not accelerator.is_fsdp2:
-        materialise(model, device=accelerator.device, seed=seed)
-        return accelerator.prepare_model(model)
-    # Accelerate refuses a model without an optimizer, and re-binds an optimizer's parameters by data_ptr, which is 0 on meta for all:
-    # a real optimizer would be left with one parameter. So a placeholder goes in and is dropped.
-    placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
     try:
-        model, _ = accelerator.prepare(model, placeholder)
+        match accelerator.state.fsdp_plugin.fsdp_version if accelerator.distributed_type == DistributedType.FSDP else None:
+            case 2:
+                # Accelerate refuses a model without an optimizer, and re-binds an optimizer's parameters by data_ptr, which is 0 on meta
+                # for all: a real optimizer would be left with one parameter. So a placeholder goes in and is dropped.
+                placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
+                model, _ = accelerator.prepare(model, placeholder)
+                accelerator._optimizers.clear()
+                materialise(model, device=accelerator.device, seed=seed)
+                return model
+            case 1:
+                accelerator.state.fsdp_plugin.param_init_fn = module_materialiser(model, device=accelerator.device, seed=seed)
+                wrapped = accelerator.prepare_model(model)
+                restore_rope_buffers(wrapped, device=accelerator.device)
+                mark_flat_pieces(wrapped)
+                return wrapped
+            case _:
+                materialise(model, device=accelerator.device, seed=seed)
+                return accelerator.prepare_model(model)
     except ValueError as error:
         if "Could not find the transformer layer class" not in str(error):
             raise
         classes = ", ".join(sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())}))
         asked = ",".join(accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap or [])
         raise UserError(f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: {asked}: not in the model; choose from {classes}") from error
-    accelerator._optimizers.clear()
-    materialise(model, device=accelerator.device, seed=seed)
-    return model
 
 
 def fsdp_units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
@@ -156,49 +209,103 @@ def check_precision(accelerator: Accelerator, model: nn.Module, *, sharding: Sha
         for key, dtype in kept.items():
             if f"torch.{contract[key]}" != str(dtype):
                 raise RuntimeError(f"unit {name or 'root'}: {key} is {dtype}, the contract says {contract[key]}")
-    if accelerator.is_fsdp2:
-        if next(fsdp_units(model), None) is None:
-            raise RuntimeError("FSDP was asked for and no module was wrapped")
-    # Without FSDP the compute type is autocast's; Accelerate keeps the forward that it has wrapped in it.
-    elif ("_original_forward" in vars(accelerator.unwrap_model(model, keep_torch_compile=False))) != (contract["compute"] != "float32"):
+    if accelerator.distributed_type == DistributedType.FSDP and next(precision_policies(model), None) is None:
+        raise RuntimeError("FSDP was asked for and no module was wrapped")
+    # Without FSDP2 there is autocast, of which without FSDP the compute type is; Accelerate keeps the forward that it has wrapped in it.
+    if not accelerator.is_fsdp2 and ("_original_forward" in vars(accelerator.unwrap_model(model, keep_torch_compile=False))) != (
+        contract["compute"] != "float32"
+    ):
         raise RuntimeError(f"the contract says compute in {contract['compute']}, and the forward is not set up for it")
     return contract
 
 
-def precision_policies(model: nn.Module) -> Iterator[tuple[str, MixedPrecisionPolicy]]:
-    """(name, policy) of every FSDP2 unit that owns parameters; a unit of several modules, [final norm, head], once."""
+def precision_policies(model: nn.Module) -> Iterator[tuple[str, MixedPrecision | MixedPrecisionPolicy]]:
+    """(name, policy) of every FSDP unit that owns parameters; a unit of several modules, [final norm, head], once."""
     seen = set()
     for name, module in fsdp_units(model):
         for group in module._get_fsdp_state()._fsdp_param_groups:
             if id(group) not in seen:
                 seen.add(id(group))
                 yield name, group.mp_policy
+    for name, unit, _ in flat_units(model):
+        yield canonical_name(f"{name}.").removesuffix("."), unit.mixed_precision
 
 
-def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
-    """What `function` returns on the main process, on every rank. Collective; the result is pickled.
+def reshard(model: nn.Module) -> None:
+    """A forward without backward leaves the units that are not resharded after forward whole; give their memory back."""
+    for _, unit in fsdp_units(model):
+        unit.reshard()
+    free_gathered(model)
+
+
+def root_gathered(model: nn.Module) -> AbstractContextManager[None]:
+    """Around calls of the unwrapped model's forward, such as generate() makes: FSDP1 gathers the root unit in the wrapper's. Collective."""
+    wrapper = getattr(model, "_orig_mod", model)  # torch.compile's, around it.
+    if isinstance(wrapper, FullyShardedDataParallel):
+        return FullyShardedDataParallel.summon_full_params(wrapper, recurse=False, writeback=False)
+    return nullcontext()
+
+
+def on_main(accelerator: Accelerator, function: Callable[[], Result], *, group: dist.ProcessGroup | None = None) -> Result:
+    """What `function` returns on the main process, on every rank of `group` (None: the one that trains). Collective; the result is pickled.
 
     A UserError there is raised here on every rank; any other exception too, as a RuntimeError where it did not happen. Nobody is left
     waiting. For what all ranks must see alike (a listing, a folder that is being renamed), and for what takes less than the process
     group's timeout.
     """
-    result: Result | None = None
-    error: Exception | None = None
-    if accelerator.is_main_process:
-        try:
-            result = function()
-        except Exception as caught:
-            error = caught
+    attempt = _Attempt.of(function) if accelerator.is_main_process else None
+    said: list[Any] = [attempt]
     if accelerator.num_processes > 1:
-        message = None if error is None else str(error) if isinstance(error, UserError) else first_line(error)
-        said: list[Any] = [result, message, isinstance(error, UserError)]
-        dist.broadcast_object_list(said, src=0)
-        result, message, mistake = said
-        if message is not None and not accelerator.is_main_process:
-            raise UserError(message) if mistake else RuntimeError(f"rank 0: {message}")
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # None only where the function returned it.
+        dist.broadcast_object_list(said, src=0, group=group)
+    return (attempt or said[0]).result_of(rank=0)
+
+
+def from_all(accelerator: Accelerator, function: Callable[[], Result], *, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """What `function` returns on each rank, by rank, on every rank. Collective; pickled. Exceptions are raised as by `on_main`."""
+    attempt = _Attempt.of(function)
+    said: list[Any] = [attempt]
+    if accelerator.num_processes > 1:
+        said = [None] * accelerator.num_processes
+        dist.all_gather_object(said, attempt, group=group)
+        said[accelerator.process_index] = attempt
+    attempt.result_of(rank=accelerator.process_index)  # A rank's own exception first: it has the traceback.
+    return [other.result_of(rank=rank) for rank, other in enumerate(said)]
+
+
+@dataclass(frozen=True)
+class _Attempt(Generic[Result]):
+    """What came of a call, as other ranks hear it."""
+
+    result: Result | None = None
+    message: str | None = None
+    """One line, where it raised."""
+    mistake: type[UserError] | None = None
+    """Its class, where that is a UserError's."""
+    error: Exception | None = None
+    """Here only."""
+
+    @classmethod
+    def of(cls, function: Callable[[], Result]) -> _Attempt[Result]:
+        try:
+            return cls(result=function())
+        except UserError as error:
+            return cls(message=str(error), mistake=type(error), error=error)
+        except Exception as error:
+            return cls(message=first_line(error), error=error)
+
+    def result_of(self, *, rank: int) -> Result:
+        """Raises what `rank` has raised."""
+        if self.error is not None:
+            raise self.error
+        if self.message is not None:
+            raise self.mistake(self.message) if self.mistake else RuntimeError(f"rank {rank}: {self.message}")
+        return self.result  # type: ignore[return-value]  # None only where the function returned it.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"result": self.result, "message": self.message, "mistake": self.mistake, "error": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
 
 def host_group(accelerator: Accelerator, *, longest_wait_s: float) -> dist.ProcessGroup | None:
@@ -210,21 +317,32 @@ def host_group(accelerator: Accelerator, *, longest_wait_s: float) -> dist.Proce
     return dist.new_group(backend="gloo", timeout=timeout) if accelerator.num_processes > 1 else None
 
 
-def agree(group: dist.ProcessGroup | None, *, failure: str | None) -> str | None:
-    """The failure of the first rank that has one, the same on every rank; None if none has. Collective, once per optimizer step.
+@dataclass(frozen=True)
+class Agreed:
+    """What makes all ranks end the step together."""
+
+    failure: str | None = None
+    """Of the first rank that has one."""
+    stop: int = 0
+    """The largest of the ranks' codes; 0: nobody has to stop."""
+    save_failed: bool = False
+    """A rank has seen that the last save did not succeed."""
+
+
+def agree(group: dist.ProcessGroup | None, *, failure: str | None, stop: int = 0, save_failed: bool = False) -> Agreed:
+    """What any rank has to say, the same on every rank. Collective, once per optimizer step.
 
     Ranks meet on the host: nothing waits for a GPU, and a rank that is slow to read keeps the others here and not in a collective of the
-    device, whose timeout is shorter. What is agreed on is one int64 vector under MAX, to which other causes to stop can be added.
+    device, whose timeout is shorter. What is agreed on is one int64 vector under MAX.
     Two gloo ranks on a busy machine with 2 cores: 250 to 310 us a call where nothing failed (median of 2,000).
     """
     if group is None:
-        return failure
+        return Agreed(failure, stop, save_failed)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    word = torch.tensor([0 if failure is None else world_size - rank])  # The largest is the first rank's.
+    word = torch.tensor([0 if failure is None else world_size - rank, stop, save_failed])  # The largest is the first rank's.
     dist.all_reduce(word, op=dist.ReduceOp.MAX, group=group)
-    (failed,) = word.tolist()
-    if not failed:
-        return None
+    failed, stop, save_failed = word.tolist()
     said: list[str | None] = [failure]
-    dist.broadcast_object_list(said, src=world_size - failed, group=group)
-    return said[0]
+    if failed:
+        dist.broadcast_object_list(said, src=world_size - failed, group=group)
+    return Agreed(said[0] if failed else None, stop, bool(save_failed))

@@ -5,6 +5,7 @@ Layer 0: imports neither torch nor transformers, so that a mistake in a YAML is 
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import functools
 import os
@@ -22,6 +23,7 @@ if not TYPE_CHECKING:
     from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, restricted_number_type
 
     HalfOpenUnitInterval = restricted_number_type("HalfOpenUnitInterval", float, [(">=", 0), ("<", 1)])
+    FloatAboveOne = restricted_number_type("FloatAboveOne", float, (">", 1))
 else:  # The other way round, jsonargparse would run the branch and lose the ranges.
     PositiveInt: TypeAlias = int
     NonNegativeInt: TypeAlias = int
@@ -29,6 +31,7 @@ else:  # The other way round, jsonargparse would run the branch and lose the ran
     NonNegativeFloat: TypeAlias = float
     ClosedUnitInterval: TypeAlias = float
     HalfOpenUnitInterval: TypeAlias = float
+    FloatAboveOne: TypeAlias = float
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,18 @@ class TrainConfig:
     """Rows per device per forward; null: all of a device's rows at once. Forwards per step (gradient accumulation) are derived."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Global L2 norm to which gradients are clipped; null does not clip."""
+    spike_factor: FloatAboveOne | None = None
+    """A step whose gradient norm exceeds so many medians of the last 128 good ones is skipped; null: only one that is not finite."""
+    max_bad_steps: PositiveInt = 10
+    """Skipped steps in a row that count as divergence."""
+    on_divergence: Literal["rollback", "stop"] = "rollback"
+    """`rollback`: go back to the last checkpoint before the first of them and leave out the data since; `stop`: end the run."""
+    max_rollbacks: NonNegativeInt = 3
+    """Rollbacks of a run, after which it stops."""
+    max_time: PositiveFloat | None = None
+    """Seconds since the process started after which the run saves and ends with exit code 75, to be started again; null: no limit."""
+    timeout_seconds: PositiveFloat = 1800.0
+    """Seconds without progress of a rank, waits for remote data aside, after which the run ends and each rank's stacks are in hang/."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +230,28 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run saves, and from what it continues."""
+    """When a run saves, what it keeps, and from what it continues."""
 
     every: NonNegativeInt = 0
-    """Optimizer steps between checkpoints; the last step is saved too. 0: only where a lost data source ends the run."""
-    resume: str = "never"
-    """`never`; `auto`: from the newest checkpoint in output_dir, or from the start if there is none; or the folder of a checkpoint."""
+    """Optimizer steps between checkpoints; the last step is saved too. 0: only where a signal, max_time or a lost source ends a run."""
+    resume: str = "auto"
+    """`auto`: from the newest whole checkpoint in output_dir, from the start if there is none; `never`; or the folder of a checkpoint."""
+    keep_last: PositiveInt | None = 3
+    """Newest checkpoints to keep; null keeps all. The one that the run was resumed from stays."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps that are multiples of this stay too; null: none."""
+    async_save: bool = True
+    """Training waits for the copy to host memory only; the rest is written beside it. Takes that memory: the shards once more."""
+    checksums: bool = True
+    """Write a checksum of each file, and check them when the run is resumed; false: sizes only."""
+    on_failure: Literal["stop", "warn"] = "stop"
+    """What a save that fails does: ends the run, or is told while training goes on. Older checkpoints stay as they are."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys of the recipe, or sections, that may differ from what the checkpoint was saved with."""
+    grace_seconds: PositiveFloat = 25.0
+    """Seconds after SIGTERM, SIGUSR1 or SIGINT in which the run saves and ends; what is not saved by then is given up."""
+    export: Literal["float32", "bfloat16", "float16", "never"] = "float32"
+    """Type of the weights in the Hugging Face folder <output_dir>/model that the end of training writes."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +301,14 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     tree = asdict(recipe)
     del tree["sources"]
     return tree
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of what recipe_to_dict gives."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
@@ -336,6 +375,17 @@ def check_recipe(recipe: Recipe) -> None:
             if not room:
                 fix = f"no room after optim.warmup_steps, {optim.warmup_steps}, in train.max_steps, {train.max_steps}"
             raise mistake(recipe, "optim.decay_steps", fix)
+    _check_allowed_changes(recipe)
+
+
+def _check_allowed_changes(recipe: Recipe) -> None:
+    keys = list(flat(recipe_to_dict(recipe)))
+    known = {key[:end] for key in keys for end in range(len(key) + 1) if key[end : end + 1] in ("", ".")}
+    for name in recipe.checkpoint.allow_changes:
+        if name not in known:
+            near = [key for key in keys if key.endswith(f".{name}")] or difflib.get_close_matches(name, sorted(known), 1)
+            fix = f"did you mean {' or '.join(near)}?" if near else "name keys, such as optim.learning_rate, or sections, such as optim"
+            raise mistake(recipe, "checkpoint.allow_changes", f"{name} is no key of the recipe; {fix}")
 
 
 def _check_data(recipe: Recipe) -> None:

@@ -8,7 +8,6 @@ size that divides num_streams, and with any number of loader workers, each of wh
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import itertools
 import json
@@ -17,7 +16,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fullshard.config import DataConfig, divisors
+from fullshard.changes import covers
+from fullshard.config import DataConfig, SourcePlace, divisors
 from fullshard.errors import UserError
 from fullshard.files import keep_json_lines
+from fullshard.preemption import leave_with_parent
 from fullshard.readers import Piece, Reading, Tally, documents, first_document, read_amplification
 from fullshard.sources import Corpus
 from fullshard.streams import (
@@ -54,6 +55,7 @@ HELD_OUT_GROUPS = 32
 CHUNK_ROWS = 8  # Rows that a worker hands over at once.
 PREFETCHED_CHUNKS = 4  # Per worker.
 PROBED_BYTES = 2**16  # Of a source with less for each stream, each stream is looked into before the run.
+FILE_KEYS = [f"data.{key}" for key in (*(entry.name for entry in fields(SourcePlace)), "mixture", "evaluation_documents")]
 GOLDEN, SILVER = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC908  # 2**64 / the golden ratio; 2**64 * (sqrt(2) - 1).
 
 
@@ -184,12 +186,15 @@ def train_batches(
     world_size: int,
     global_batch_size: int,
     position: dict[str, Any] | None = None,
+    allow_changes: Sequence[str] = (),
     documents_log: str | Path | None = None,
 ) -> Batches:
     """This rank's batches, from the beginning or from a position that `merge_positions` made, whatever world size it was made at.
 
-    Raises UserError where the streams or the batch cannot be dealt out to the ranks, where the files or the recipe are not those of the
-    position, and for what is wrong with the data of the first batch.
+    allow_changes: keys or sections of the recipe. Where what differs from the position's files and recipe is among them, every stream
+    begins anew, with a note, while the rows of the run are counted on.
+    Raises UserError where the streams or the batch cannot be dealt out to the ranks, where something else differs from the position's
+    files and recipe, and for what is wrong with the data of the first batch.
     """
     count = data.num_streams
     if count % world_size:
@@ -208,14 +213,17 @@ def train_batches(
         own=range(rank, count, world_size),
     )
     order = _order(data, corpus=corpus, seed=seed, tokenizer=tokenizer)
+    changed: list[str] = []
     if position is not None:
-        _check_order(position["order"], order)
-        if len(position["streams"]) != count or any(len(places) != len(readings) for places in position["streams"].values()):
+        if changed := _changed_order(position["order"], order, allow_changes=allow_changes):
+            position = position | {"streams": {}}
+        elif len(position["streams"]) != count or any(len(places) != len(readings) for places in position["streams"].values()):
             raise UserError(
                 f"checkpoint.resume: its data position has not all of {count} streams x {len(readings)} sources; take an older one"
             )
     _allow_open_files()
-    if position is None:
+    from_start = position is None or not position["streams"]
+    if from_start:
         _check_sources(plan)
     batches = Batches(
         plan,
@@ -224,8 +232,11 @@ def train_batches(
         rows_per_step=global_batch_size // world_size,
         log=Path(documents_log) if data.log_documents and documents_log else None,
     )
+    if changed:
+        subject = f"{', '.join(changed)}: not what the checkpoint was made with, as allowed"
+        batches.note("data position", f"{subject}; the data begin anew after {batches.position()['rows']:,} rows")
     for source, reading, dealt in zip(corpus.training, readings, plan.dealt, strict=True):
-        if len(source.files) < count and position is None:  # It opens files that a run which goes on may not need for long.
+        if len(source.files) < count and from_start:  # It opens files that a run which goes on may not need for long.
             pieces = [piece for number in plan.own for piece in dealt[number]]
             if (times := read_amplification(pieces, reading)) > 1.05:
                 line = f"{len(source.files)} files for {count} streams: what is read is decoded {times:.1f} times"
@@ -346,8 +357,7 @@ class _Loader(IterableDataset[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         worker = get_worker_info()
         assert worker is not None
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's.
-        _die_with_parent()
+        leave_with_parent()
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # A worker is one core's.
         return self.chunks(worker.id, worker.num_workers)
 
@@ -406,12 +416,6 @@ def _position(values: Sequence[int]) -> Position:
     return epoch, place, cursor, index, token
 
 
-def _die_with_parent() -> None:
-    """End at once when the training process does, also of a kill -9: a worker holds its sockets, and the lock on the run folder."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def _uses(first: int, place: int, streams: int) -> int:
     """How many of the rank's rows before its row `first` are of its stream number `place`."""
     return (first - place + streams - 1) // streams
@@ -466,8 +470,16 @@ def _order(data: DataConfig, *, corpus: Corpus, seed: int, tokenizer: PreTrained
     }
 
 
-def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
+def _changed_order(saved: dict[str, Any], now: dict[str, Any], *, allow_changes: Sequence[str]) -> list[str]:
+    """What differs. Raises UserError where allow_changes has no key that it comes from."""
+    changed = []
     for key, value in now.items():
         if saved.get(key) != value:
             place = {"seed": "seed", "files": "the files of data (names, sizes, columns, weights)"}.get(key, f"data.{key}")
-            raise UserError(f"{place}: {value}: the checkpoint was made with {saved.get(key)}, its data position has no meaning here")
+            keys = {"seed": ["seed"], "files": FILE_KEYS}.get(key, [f"data.{key}"])
+            if not any(covers(allow_changes, name) for name in keys):
+                fix = f"begin the data anew with checkpoint.allow_changes: [{keys[0]}]"
+                line = f"the checkpoint was made with {saved.get(key)}, its data position has no meaning here; {fix}"
+                raise UserError(f"{place}: {value}: {line}")
+            changed.append(place)
+    return changed

@@ -20,6 +20,27 @@ COMMAND_LINE = "command line"
 class UserError(Exception):
     """A mistake of the user's. Its message is the one line that is shown: file, key, value, fix."""
 
+    exit_code = 2
+    label = "error: "
+    everyones = False
+    """All ranks have it, always: one says it."""
+
+
+class Preempted(UserError):  # noqa: N818  # Not an error.
+    """A run that was asked to stop and has saved: nobody's mistake. Started again it goes on."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again later.
+    label = ""
+    everyones = True
+
+
+class Complete(UserError):  # noqa: N818  # Not an error.
+    """There is nothing left to do: a loop that starts the run again until it succeeds ends here."""
+
+    exit_code = 0
+    label = ""
+    everyones = True
+
 
 def error_line(source: str, key: str, value: Any, fix: str) -> str:
     """The message of a UserError: where it was written, key, value, fix."""
@@ -34,7 +55,7 @@ def shown(value: Any) -> str:
 
 
 def stop(error: UserError, *, wait_s: float = 5.0) -> NoReturn:
-    """Ends the process with one line on stderr and exit code 2.
+    """Ends the process with one line on stderr and the error's exit code.
 
     Under a launcher an error that all ranks share is printed once: local rank 0 says it and exits, upon which the launcher ends the others
     while they wait `wait_s` seconds. An error that only they have is said after the wait.
@@ -42,15 +63,17 @@ def stop(error: UserError, *, wait_s: float = 5.0) -> NoReturn:
     message = " ".join(str(error).split())
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The launcher's: ends the wait without a word.
-        time.sleep(wait_s)
+        time.sleep(1.0 if error.everyones else wait_s)
+        if error.everyones:
+            raise SystemExit(error.exit_code)
     sys.stdout.flush()
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"{error.label}{message}\n")
     sys.stderr.flush()
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # What torch's agent quotes as the cause in its closing report.
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-    raise SystemExit(2)
+    raise SystemExit(error.exit_code)
 
 
 def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:

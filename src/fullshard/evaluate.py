@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from fullshard.accelerator import COMPUTE_DTYPE, fsdp_units
+from fullshard.accelerator import COMPUTE_DTYPE, reshard, root_gathered
 from fullshard.document_mask import document_context, document_targets
 from fullshard.losses import IGNORED, next_token_loss_sum
 
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, *, rows: torch.Tensor, micro_batch_size: int, document_end: int | None = None
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    rows: torch.Tensor,
+    micro_batch_size: int,
+    document_end: int | None = None,
+    progress: Callable[[], None] | None = None,
 ) -> float:
     """Mean loss in nats over all target tokens of all ranks' rows; nan when there is none. Collective.
 
     rows: this rank's, [n, sequence_length + 1]; n may differ between ranks and be 0. Ranks that run out go on with ignored rows, since
     the forward of a sharded model is a collective. So the mean is over the tokens, whatever the batch size and the world size.
-    document_end: token id after which attention and positions restart, and nothing is predicted; None: rows are one context.
+    document_end: token id after which attention and positions restart, and nothing is predicted; None: rows are one context. progress is
+    called before each micro batch.
     """
     most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
     inputs = F.pad(rows[:, :-1], (0, 0, 0, most - len(rows)))  # [most, sequence_length]
@@ -30,12 +39,14 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     model.eval()
     for inputs_part, targets_part in zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True):
+        if progress is not None:
+            progress()
         inputs_part = inputs_part.to(accelerator.device)
         context = document_context(inputs_part, document_end=document_end, dtype=COMPUTE_DTYPE[accelerator.mixed_precision])
         logits = model(input_ids=inputs_part, **context, use_cache=False).logits
         loss_sum += next_token_loss_sum(logits, targets_part.to(accelerator.device))
     model.train()
-    _free_gathered(model)
+    reshard(model)
     tokens = (targets != IGNORED).sum().to(loss_sum)
     loss_sum, tokens = accelerator.reduce(torch.stack([loss_sum, tokens.to(accelerator.device)]), reduction="sum").tolist()
     return loss_sum / tokens if tokens else float("nan")
@@ -53,7 +64,7 @@ def complete(
     whole.eval()
     completions: list[str] = []
     # Eager: every new length would be compiled anew.
-    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"), root_gathered(model):
         torch.manual_seed(seed)
         for prompt in prompts:
             input_ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(accelerator.device)
@@ -69,11 +80,5 @@ def complete(
             )
             completions.append(str(tokenizer.decode(output[0, input_ids.shape[1] :])))
     whole.train()
-    _free_gathered(model)
+    reshard(model)
     return completions
-
-
-def _free_gathered(model: nn.Module) -> None:
-    """A forward without backward leaves the units that are not resharded after forward whole; give their memory back."""
-    for _, unit in fsdp_units(model):
-        unit.reshard()

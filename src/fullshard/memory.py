@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,6 +234,7 @@ def predict_memory(
     activation_checkpointing: bool = False,
     wrapped: bool = True,
     document_mask: bool = False,
+    flat: bool = False,
 ) -> dict[str, int]:
     """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
 
@@ -250,6 +251,7 @@ def predict_memory(
       the last backward: gradients + gathered + the same two
     with, from the second micro batch on, the gradients under each. Not wrapped: the model is one unit, gathered whole from
     forward to backward. Shards are padded to equal rows, which is left out.
+    flat: FSDP1, see `_flat_peak`; shard_size 1 is its NO_SHARD.
     """
     c = 4 if mixed_precision == "no" else 2
     counts = parameter_counts(model)
@@ -270,16 +272,32 @@ def predict_memory(
         reducing = 0
 
     per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=document_mask)
+    if flat:  # Accelerate returns FSDP1's logits in fp32.
+        per_token |= {"head": per_token["head"] + (4 - c) * model.vocab_size, "logits": 4 * model.vocab_size}
     layers = model.num_hidden_layers * ((c if sharded else 4) * model.hidden_size if activation_checkpointing else per_token["layer"])
     recomputed = per_token["layer"] if activation_checkpointing else 0
     mask = c * tokens * sequence_length if document_mask else 0
     activations = mask + tokens * (layers + per_token["head"])
     earlier = gradients if gradient_accumulation_steps > 1 else 0
-    peak = max(
-        earlier + activations + tokens * (8 * model.vocab_size - per_token["logits"]) + gathered_at_loss,
-        earlier + mask + tokens * (layers + recomputed) + gathered + reducing,
-        gradients + gathered + reducing,
-    )
+    loss = activations + tokens * (8 * model.vocab_size - per_token["logits"])
+    if flat:
+        gathered, peak = _flat_peak(
+            counts=counts if wrapped else {**counts, "layer": 0, "embedding": counts["total"], "tail": 0},
+            compute_bytes=c,
+            shard_size=shard_size,
+            keep=not reshard_after_forward,
+            gradients=gradients,
+            earlier=earlier,
+            loss=loss,
+            layers=mask + tokens * layers,
+            last_layer=tokens * (layers // model.num_hidden_layers - recomputed),
+        )
+    else:
+        peak = max(
+            earlier + loss + gathered_at_loss,
+            earlier + mask + tokens * (layers + recomputed) + gathered + reducing,
+            gradients + gathered + reducing,
+        )
     return {
         "parameters": parameters,
         "gradients": gradients,
@@ -288,3 +306,37 @@ def predict_memory(
         "activations": activations,
         "peak": parameters + optimizer + peak,
     }
+
+
+def _flat_peak(
+    *,
+    counts: Mapping[Literal["embedding", "layer", "tail", "total"], int],
+    compute_bytes: int,
+    shard_size: int,
+    keep: bool,
+    gradients: int,
+    earlier: int,
+    loss: int,
+    layers: int,
+    last_layer: int,
+) -> tuple[int, int]:
+    """(bytes that FSDP1 gathers, peak without parameters and optimizer state).
+
+    Embedding, norm and head are one unit, the root, which stays gathered from the forward to the end of the backward. Beside it two layers
+    are gathered, one in use and one prefetched (BACKWARD_PRE), at the loss the latter; SHARD_GRAD_OP (keep) has all; NO_SHARD in fp32 none,
+    in bf16 casts of the same.
+    A unit's gradient exists three times when it is reduced: by parameter, as one flat tensor, and that in fp32 (not where it is already).
+    loss: activations and what the loss's backward adds; layers: the layers' activations, of which last_layer is gone when the last one's
+    gradient is reduced.
+    """
+    c, root, layer = compute_bytes, counts["embedding"] + counts["tail"], counts["layer"]
+    cast = 4 if c < 4 else 0
+    held = 0 if shard_size == 1 and c == 4 else c
+    gathered = held * (counts["total"] if keep and shard_size > 1 else root + 2 * layer)
+    head_gradient = c * counts["tail"]
+    return gathered, max(
+        earlier + loss + (gathered if keep and shard_size > 1 else held * (root + layer)),
+        earlier + layers + gathered + head_gradient,
+        earlier + layers - last_layer + gathered + head_gradient + (2 * c + cast) * layer,
+        gradients + (held + 2 * c + cast) * root + (4 * root // shard_size if earlier and shard_size > 1 else 0),
+    )

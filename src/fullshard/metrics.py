@@ -72,7 +72,10 @@ class RunLog:
     """metrics.jsonl; None on other ranks."""
     wandb_dir: Path | None = None
     """Folder of the W&B run on the main process."""
+    wandb_id: str | None = None
+    """Of the W&B run, which a resumed run continues; on the main process."""
     _last_step: int = field(default=-1)
+    _sent_step: int = field(default=-1)
 
     def log(self, step: int, values: Mapping[str, int | float]) -> None:
         """Report `values` at optimizer step `step`, which must not go back: W&B would drop such a point with a warning.
@@ -87,7 +90,21 @@ class RunLog:
             line = {"step": step, **{key: _json_number(value) for key, value in values.items()}}
             self.file.write(json.dumps(line, allow_nan=False) + "\n")
             self.file.flush()
-        self.accelerator.log(dict(values), step=step)
+        if step > self._sent_step:
+            self._sent_step = step
+            self.accelerator.log(dict(values), step=step)
+
+    def rewind(self, step: int) -> None:
+        """After a rollback to `step`: the steps after it come again, and their lines are cut.
+
+        What the trackers have of them cannot be taken back, W&B refuses a step that is not new: they go on after the last one they got.
+        """
+        self._last_step = step
+        if self.file is not None:
+            self.file.close()
+            path = Path(self.file.name)
+            _cut(path, after=step)
+            self.file = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Finish the trackers. Last call of a run, on every rank: Accelerate's end_training also destroys the process group."""
@@ -103,11 +120,13 @@ def open_log(
     output_dir: Path,
     config: dict[str, Any],
     resumed_step: int = 0,
+    wandb_id: str | None = None,
     say: Callable[[str], None] = print,
 ) -> RunLog:
     """Open metrics.jsonl (appending) and start the trackers that the Accelerator was made with; call it on every rank.
 
-    Lines of metrics.jsonl after resumed_step are cut: the steps are done again.
+    Lines of metrics.jsonl after resumed_step are cut: the steps are done again. wandb_id: the W&B run to continue; one that has later steps
+    already keeps them, they are the same.
     `config` is shown by the trackers, nested in W&B and flattened to a.b.c elsewhere. `say` prints a line on the main process.
     W&B: without credentials, or when it cannot be reached within 20 s, the run is offline under <output_dir>/wandb and one line says how to
     look at it. WANDB_MODE=offline and disabled are respected. Sets WANDB_SILENT, and WANDB_MODE where it falls back, in this process.
@@ -128,7 +147,7 @@ def open_log(
             os.environ["WANDB_MODE"] = "offline"
             reason = "no API key"
     try:
-        _start_trackers(accelerator, recipe=recipe, output_dir=output_dir, config=config)
+        _start_trackers(accelerator, recipe=recipe, output_dir=output_dir, config=config, wandb_id=wandb_id)
     except Exception as error:
         # wandb's errors (UsageError, CommError, ...) cannot be named: it is never imported here. Offline it needs no network and no key.
         if "wandb" not in names or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
@@ -136,10 +155,11 @@ def open_log(
         os.environ["WANDB_MODE"] = "offline"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:60]}"
         accelerator.trackers.clear()
-        _start_trackers(accelerator, recipe=recipe, output_dir=output_dir, config=config)
+        _start_trackers(accelerator, recipe=recipe, output_dir=output_dir, config=config, wandb_id=wandb_id)
     wandb_dir = None
     if "wandb" in names:
         run = accelerator.get_tracker("wandb", unwrap=True)
+        wandb_id = run.id
         if os.environ.get("WANDB_MODE") != "disabled":
             wandb_dir = Path(run.dir).parent
             if wandb_dir.name.startswith("offline-"):
@@ -148,7 +168,7 @@ def open_log(
                 say(f"W&B is offline{why}: look with `wandb leet {shown}`, upload with `wandb sync {shown}`")
             else:
                 say(f"W&B: {run.url}")
-    return RunLog(accelerator=accelerator, file=file, wandb_dir=wandb_dir)
+    return RunLog(accelerator=accelerator, file=file, wandb_dir=wandb_dir, wandb_id=wandb_id)
 
 
 def _cut(path: Path, *, after: int) -> None:
@@ -157,13 +177,15 @@ def _cut(path: Path, *, after: int) -> None:
         keep_json_lines(path, lambda line: line["step"] <= after)
 
 
-def _start_trackers(accelerator: Accelerator, *, recipe: Recipe, output_dir: Path, config: dict[str, Any]) -> None:
+def _start_trackers(accelerator: Accelerator, *, recipe: Recipe, output_dir: Path, config: dict[str, Any], wandb_id: str | None) -> None:
     wandb_arguments: dict[str, Any] = {
         "name": recipe.logging.run_name or output_dir.resolve().name,
         "dir": str(output_dir),
         # console off: wandb would wrap the stdout that the progress bar redraws.
         "settings": {"console": "off", "silent": True, "init_timeout": WANDB_INIT_TIMEOUT_S, "finish_timeout": WANDB_FINISH_TIMEOUT_S},
     }
+    if wandb_id is not None:
+        wandb_arguments |= {"id": wandb_id, "resume": "allow"}
     if mode := os.environ.get("WANDB_MODE"):
         # As an argument too: wandb reads the environment at the first init only, and a failed one counts.
         wandb_arguments["mode"] = mode

@@ -7,7 +7,7 @@ Layer 1: knows tensors and meshes, holds no Accelerator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import torch
@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fullshard.config import ModelConfig
 from fullshard.errors import UserError
+from fullshard.fsdp1 import flat_piece, to_rows
 from fullshard.tokenizer import vocabulary_size
 
 # Elements drawn from one generator state. Small enough that a rank draws little beyond its shard, large enough that seeding costs nothing.
@@ -58,8 +59,8 @@ def build_on_meta(config: LlamaConfig) -> LlamaForCausalLM:
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what torch.compile, activation checkpointing and DDP put into it."""
-    for inserted in ("_orig_mod.", "_checkpoint_wrapped_module."):
+    """A parameter's name without what torch.compile, activation checkpointing, DDP and FSDP1 put into it."""
+    for inserted in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(inserted, "")
     return name.removeprefix("module.")
 
@@ -68,6 +69,19 @@ def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     """(canonical name, parameter), a tied parameter once."""
     for name, parameter in model.named_parameters():
         yield canonical_name(name), parameter
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Shape of the parameter, however it is sharded: under FSDP1 that is not the shape of the tensor in its place."""
+    piece = flat_piece(parameter)
+    return parameter.shape if piece is None else piece.shape
+
+
+def whole_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's values in one tensor on every rank. Collective where it is sharded."""
+    if (piece := flat_piece(parameter)) is not None:
+        parameter = to_rows(piece, parameter)
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def materialise(model: LlamaForCausalLM, *, device: torch.device, seed: int) -> None:
@@ -81,12 +95,30 @@ def materialise(model: LlamaForCausalLM, *, device: torch.device, seed: int) -> 
     if config.tie_word_embeddings:
         # to_empty gives each module that shares a parameter a tensor of its own.
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    _restore_rope_buffers(model, device=device)
+    restore_rope_buffers(model, device=device)
     for name, parameter in canonical_parameters(model):
         _initialise(parameter, name=name, std=config.initializer_range, seed=seed)
 
 
-def _restore_rope_buffers(model: nn.Module, *, device: torch.device) -> None:
+def module_materialiser(model: LlamaForCausalLM, *, device: torch.device, seed: int) -> Callable[[nn.Module], nn.Module]:
+    """`materialise` for FSDP1, which calls it for each module of a unit before it flattens and shards the unit: its param_init_fn.
+
+    Same values. A rank holds the unit whole that is being wrapped, of which the root unit has embedding and head, and its shards of the
+    rest. `restore_rope_buffers` is left to be called on the wrapped model.
+    """
+    names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+
+    def initialise(module: nn.Module) -> nn.Module:
+        own = [(key, names[parameter]) for key, parameter in module.named_parameters(recurse=False)]
+        module.to_empty(device=device, recurse=False)
+        for key, name in own:
+            _initialise(getattr(module, key), name=name, std=model.config.initializer_range, seed=seed)
+        return module
+
+    return initialise
+
+
+def restore_rope_buffers(model: nn.Module, *, device: torch.device) -> None:
     """Recompute the inverse frequencies: they are in no state dict, and to_empty leaves them as garbage (PUBLIC_REPORTS O13)."""
     restored = set()
     for prefix, module in model.named_modules():
@@ -148,7 +180,7 @@ def weights_hash(model: nn.Module) -> str:
     """
     digest = xxhash.xxh3_128()
     for name, parameter in canonical_parameters(model):
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        whole = whole_tensor(parameter)
         digest.update(f"{name} {tuple(whole.shape)}".encode())
         digest.update(whole.detach().contiguous().cpu().view(torch.uint8).numpy().data)
         del whole
@@ -159,7 +191,7 @@ def sharded_fraction(model: nn.Module, *, shards: int) -> tuple[int, int]:
     """(parameters of which every rank holds 1/`shards`, all parameters), counted from the tensors that the ranks really hold. Collective.
 
     A parameter counts when the local part is ceil(rows / shards) rows or what remains of them, and the parts of all ranks add up to
-    the whole, once per replica.
+    the whole, once per replica. FSDP1 cuts units, not parameters: there the memory behind the local part must be a shard of the unit.
     """
     parameters = [parameter for _, parameter in canonical_parameters(model)]
     held = torch.tensor([(p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters], dtype=torch.int64)
@@ -170,8 +202,8 @@ def sharded_fraction(model: nn.Module, *, shards: int) -> tuple[int, int]:
         dist.all_reduce(total)
     good = torch.tensor(
         [
-            mine <= -(-p.shape[0] // shards) * (p.numel() // p.shape[0]) and together == p.numel() * world_size // shards
-            for p, mine, together in zip(parameters, held.tolist(), total.tolist(), strict=True)
+            _is_shard(p, shards=shards) and together == whole_shape(p).numel() * world_size // shards
+            for p, together in zip(parameters, total.tolist(), strict=True)
         ],
         dtype=torch.int64,
         device=total.device,
@@ -179,3 +211,12 @@ def sharded_fraction(model: nn.Module, *, shards: int) -> tuple[int, int]:
     if dist.is_initialized():
         dist.all_reduce(good, op=dist.ReduceOp.MIN)
     return int(good.sum()), len(parameters)
+
+
+def _is_shard(parameter: nn.Parameter, *, shards: int) -> bool:
+    if (piece := flat_piece(parameter)) is not None:
+        held = parameter.untyped_storage().nbytes() // parameter.itemsize
+        return len(piece.bounds) == shards and held in (piece.shard_numel, 0)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    rows = parameter.shape[0]
+    return local.numel() <= -(-rows // shards) * (parameter.numel() // rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,18 +12,19 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fullshard import __version__
 from fullshard.accelerator import check_precision, on_main, precision_policies
-from fullshard.checkpoint import Resume, checkpoint_steps, checkpoints_folder
+from fullshard.checkpoint import Resume
 from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
 from fullshard.evaluate import complete
+from fullshard.export import describe_export, export_model
+from fullshard.manifest import checkpoint_steps, checkpoints_folder
 from fullshard.memory import GIB, predict_memory
 from fullshard.metrics import RunLog, open_log
-from fullshard.model import canonical_parameters, sharded_fraction, weights_hash
+from fullshard.model import canonical_parameters, sharded_fraction, weights_hash, whole_shape
 from fullshard.sharding import Placement
 from fullshard.terminal import Terminal, duration
 
@@ -49,7 +50,6 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
 
     Call it when the checkpoint is loaded: until then the folder is as it was.
     """
-    set_seed(recipe.seed, device_specific=True)  # Dropout: other numbers on each rank, the same in each run.
     terminal = Terminal(main_process=accelerator.is_main_process)
     config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume)
     memory = _expected_memory(recipe=recipe, placement=placement)
@@ -58,7 +58,17 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
     if kept := on_main(accelerator, lambda: _open_run_folder(output_dir, config=config, resume=resume)):
         terminal.say(f"files of the earlier run in {output_dir} are now in {kept}")
     terminal.table("fullshard pretrain", _start_table(recipe=recipe, placement=placement, config=config, memory=memory, resume=resume))
-    log = open_log(accelerator=accelerator, recipe=recipe, output_dir=output_dir, config=config, resumed_step=resume.step, say=terminal.say)
+    for line in resume.notes:
+        terminal.say(line)
+    log = open_log(
+        accelerator=accelerator,
+        recipe=recipe,
+        output_dir=output_dir,
+        config=config,
+        resumed_step=resume.step,
+        wandb_id=resume.wandb_id,
+        say=terminal.say,
+    )
     return Run(terminal=terminal, log=log, predicted_peak_bytes=memory["peak"], started=time.perf_counter(), resumed_step=resume.step)
 
 
@@ -71,11 +81,15 @@ def finish(
     run: Run,
     values: dict[str, float],
 ) -> None:
-    """Print how it ended and a few completions, and close what `start` opened. Collective; nothing collective may follow."""
+    """Export the model, print how it ended and a few completions, close what `start` opened. Collective; nothing collective may follow."""
     wall_s = time.perf_counter() - run.started
     logging = recipe.logging
     run.terminal.table("finished", _end_table(recipe=recipe, values=values, wall_s=wall_s, resumed_step=run.resumed_step))
     try:
+        if recipe.checkpoint.export != "never":
+            folder = Path(recipe.output_dir) / "model"
+            export_model(accelerator=accelerator, model=model, tokenizer=tokenizer, folder=folder, dtype=recipe.checkpoint.export)
+            run.terminal.say(on_main(accelerator, lambda: describe_export(folder)))
         if logging.sample_tokens and logging.sample_prompts:
             completions = complete(
                 accelerator, model, tokenizer=tokenizer, prompts=logging.sample_prompts, tokens=logging.sample_tokens, seed=recipe.seed
@@ -100,8 +114,9 @@ def _describe(*, recipe: Recipe, placement: Placement, accelerator: Accelerator,
         "accelerate": asdict(placement),
         "precision": precision,
         "derived": {
-            "parameters": sum(p.numel() for _, p in canonical_parameters(model)),
-            "sharded": f"every rank holds 1/{shards} of each of {parameters} parameters",
+            "parameters": sum(whole_shape(p).numel() for _, p in canonical_parameters(model)),
+            "sharded": f"every rank holds 1/{shards} of each of {parameters} parameters"
+            + (" (FSDP1: of the flat tensors of their units)" if placement.fsdp_version == 1 else ""),
             "fsdp_units": sum(1 for _ in precision_policies(model)),
             "gradient_accumulation_steps": gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
             _hash_key(resume): weights_hash(model) if recipe.logging.weights_hash else None,
@@ -131,6 +146,7 @@ def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, in
         activation_checkpointing=placement.activation_checkpointing,
         wrapped=placement.auto_wrap_policy != "NO_WRAP",
         document_mask=recipe.data.document_mask,
+        flat=sharded and placement.fsdp_version == 1,
     )
 
 
@@ -139,20 +155,30 @@ def _open_run_folder(output_dir: Path, *, config: dict[str, Any], resume: Resume
 
     Of a run that is continued that is nothing but checkpoints of later steps, which are done again: `auto` would take them for the newest.
     """
-    checkpoints = checkpoints_folder(output_dir)
-    if resume.folder is not None and resume.folder.resolve().parent == checkpoints.resolve():
-        earlier = [path for step, path in checkpoint_steps(output_dir).items() if step > resume.step]
+    if resume.folder is not None and resume.folder.resolve().parent == checkpoints_folder(output_dir).resolve():
+        earlier = later_checkpoints(output_dir, resume.step)
     else:
-        names = ("config.yaml", "metrics.jsonl", "checkpoints", "documents")
+        names = ("config.yaml", "metrics.jsonl", "checkpoints", "documents", "model", "hang")
         earlier = [path for name in names if (path := output_dir / name).exists()]
-    kept = None
-    if earlier:
-        taken = [int(path.name) for path in (output_dir / "previous").glob("*") if path.name.isdigit()]
-        kept = output_dir / "previous" / str(max(taken, default=0) + 1)
-        kept.mkdir(parents=True)
-        for path in earlier:
-            path.rename(kept / path.name)
+    kept = set_aside(output_dir, earlier)
     (output_dir / "config.yaml").write_text(yaml.safe_dump(_plain(config), sort_keys=False, width=140), encoding="utf-8")
+    return kept
+
+
+def later_checkpoints(output_dir: str | Path, step: int) -> list[Path]:
+    """Checkpoints of steps that are done again."""
+    return [path for later, path in checkpoint_steps(output_dir).items() if later > step]
+
+
+def set_aside(output_dir: Path, paths: Sequence[Path]) -> Path | None:
+    """Move what a run must not take for its own to previous/<n>, which is returned; None where there is nothing. Main process only."""
+    if not paths:
+        return None
+    taken = [int(path.name) for path in (output_dir / "previous").glob("*") if path.name.isdigit()]
+    kept = output_dir / "previous" / str(max(taken, default=0) + 1)
+    kept.mkdir(parents=True)
+    for path in paths:
+        path.rename(kept / path.name)
     return kept
 
 

@@ -40,8 +40,7 @@ TOP_RULES: dict[str, Rule] = {
     "main_training_function": str,
 }
 FSDP_RULES: dict[str, Rule] = {
-    "fsdp_version": (2, "2"),
-    "fsdp_reshard_after_forward": BOOLEAN,
+    "fsdp_version": (1, 2, "1", "2"),
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "fsdp_transformer_layer_cls_to_wrap": str,
     "fsdp_min_num_params": range(ANY_SIZE),
@@ -49,6 +48,17 @@ FSDP_RULES: dict[str, Rule] = {
     "fsdp_offload_params": BOOLEAN,
     "fsdp_cpu_ram_efficient_loading": (False,),
     "fsdp_activation_checkpointing": BOOLEAN,
+}
+# Keys that have an effect with one version of FSDP alone.
+FSDP1_RULES: dict[str, Rule] = {
+    "fsdp_sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    "fsdp_backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+    "fsdp_forward_prefetch": BOOLEAN,
+    "fsdp_use_orig_params": (True,),
+    "fsdp_sync_module_states": (False,),
+}
+FSDP2_RULES: dict[str, Rule] = {
+    "fsdp_reshard_after_forward": BOOLEAN,
     "fsdp_activation_checkpointing_offload": BOOLEAN,
 }
 DYNAMO_RULES: dict[str, Rule] = {
@@ -65,20 +75,14 @@ PARALLELISM_RULES: dict[str, Rule] = {
 }
 # (rules, prefix that may be left out) of each section.
 SECTION_RULES = {
-    "fsdp_config": (FSDP_RULES, "fsdp_"),
+    "fsdp_config": (FSDP_RULES | FSDP1_RULES | FSDP2_RULES, "fsdp_"),
     "dynamo_config": (DYNAMO_RULES, "dynamo_"),
     "parallelism_config": (PARALLELISM_RULES, ""),
 }
 # Known to the launcher, refused here: key -> reason.
-_FSDP1 = "FSDP1 only, no effect with fsdp_version 2; remove it"
 _META = "must be false: the model is built on meta and no rank loads weights"
 _PARALLELISM = "tensor, context and sequence parallelism are not supported; remove it"
 REFUSED = {
-    "fsdp_sharding_strategy": f"{_FSDP1} (fsdp_reshard_after_forward is its successor)",
-    "fsdp_backward_prefetch": _FSDP1,
-    "fsdp_forward_prefetch": _FSDP1,
-    "fsdp_use_orig_params": _FSDP1,
-    "fsdp_sync_module_states": _FSDP1,
     "fsdp_ignored_modules": "not supported: every parameter is sharded; remove it",
     **{f"parallelism_config_{axis}_size": _PARALLELISM for axis in ("tp", "cp", "sp")},
     **{f"parallelism_config_cp_{what}": _PARALLELISM for what in ("backend", "comm_strategy")},
@@ -93,6 +97,19 @@ UNSUPPORTED = (
     *("deepspeed_config", "megatron_lm_config", "mpirun_config", "fp8_config", "downcast_bf16", "command_file", "commands"),
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
 )
+# Of one version of FSDP: key -> what to write for the other.
+SUCCESSORS = {
+    "fsdp_sharding_strategy": " (fsdp_reshard_after_forward is its successor)",
+    "fsdp_reshard_after_forward": " (fsdp_sharding_strategy says it: FULL_SHARD or SHARD_GRAD_OP)",
+}
+# Values that the launcher takes and that are refused here: (key, value) -> reason.
+_HYBRID = "copies per machine, which Accelerate does not let one choose with FSDP1; write fsdp_version: 2 and a parallelism_config"
+REFUSED_VALUES = {
+    ("fsdp_sharding_strategy", "HYBRID_SHARD"): _HYBRID,
+    ("fsdp_sharding_strategy", "HYBRID_SHARD_ZERO2"): _HYBRID,
+    ("fsdp_use_orig_params", False): "must be true: a flat parameter mixes matrices, which decay, with norms, which do not",
+    ("fsdp_sync_module_states", True): "must be false: every rank derives the same weights from the seed",
+}
 # The launcher reads these from its command line alone: key -> the value that it takes whatever the YAML says.
 COMMAND_LINE_ONLY = {"rdzv_backend": "static", "same_network": False, "enable_cpu_affinity": False}
 
@@ -112,6 +129,11 @@ class Placement:
     """Compute type; no is fp32."""
     fsdp_version: int = 2
     reshard_after_forward: bool = True
+    """FSDP1: what sharding_strategy means."""
+    sharding_strategy: str = "FULL_SHARD"
+    """FSDP1 only, as the next two."""
+    backward_prefetch: str = "NO_PREFETCH"
+    forward_prefetch: bool = False
     auto_wrap_policy: str = "NO_WRAP"
     transformer_cls_names_to_wrap: tuple[str, ...] = ()
     """Classes that become FSDP units; () is the model's own choice (`_no_split_modules`)."""
@@ -156,6 +178,7 @@ def _check_section(path: str | Path, section: str, values: Any) -> dict[str, Any
     if not isinstance(values, dict | None):
         raise _mistake(path, section, values, "must be a section with `key: value` lines")
     checked: dict[str, Any] = {}
+    other = _of_other_version(values or {}) if section == "fsdp_config" else {}
     for key, value in (values or {}).items():
         name = key if str(key).startswith(prefix) else f"{prefix}{key}"
         if section == "parallelism_config" and name in REFUSED and value in (1, "torch", "deepspeed"):
@@ -167,8 +190,10 @@ def _check_section(path: str | Path, section: str, values: Any) -> dict[str, Any
             raise _unknown_key(path, section, key, tuple(rules), prefix)
         if name in checked:
             raise _mistake(path, f"{section}.{key}", value, f"written twice, as {key} and as {name}" if key != name else "written twice")
-        if name == "fsdp_version" and value in (1, "1"):
-            raise _mistake(path, f"{section}.{key}", value, "FSDP1 is not supported yet; write fsdp_version: 2")
+        if name in other:
+            raise _mistake(path, f"{section}.{key}", value, other[name])
+        if isinstance(value, str | bool) and (name, value) in REFUSED_VALUES:
+            raise _mistake(path, f"{section}.{key}", value, REFUSED_VALUES[name, value])
         if name == "fsdp_cpu_ram_efficient_loading" and value is not False:
             raise _mistake(path, f"{section}.{key}", value, _META)
         if name == "fsdp_transformer_layer_cls_to_wrap" and isinstance(value, str) and (" " in value or not value):
@@ -176,6 +201,14 @@ def _check_section(path: str | Path, section: str, values: Any) -> dict[str, Any
         _check_value(path, f"{section}.{key}", value, rules[name])
         checked[name] = value
     return checked
+
+
+def _of_other_version(values: Mapping[str, Any]) -> dict[str, str]:
+    """Keys that have no effect with the FSDP version that these values ask for -> what to do about it."""
+    version = values.get("fsdp_version", values.get("version"))
+    if version in (1, "1"):
+        return {key: f"FSDP2 only, no effect with fsdp_version 1; remove it{SUCCESSORS.get(key, '')}" for key in FSDP2_RULES}
+    return {key: f"FSDP1 only, no effect with fsdp_version 2; remove it{SUCCESSORS.get(key, '')}" for key in FSDP1_RULES}
 
 
 def _check_value(path: str | Path, key: str, value: Any, rule: Rule) -> None:
@@ -212,6 +245,12 @@ def _check_together(path: str | Path, checked: Mapping[str, Any]) -> None:
         for key, default in (("fsdp_version", "1; write 2"), ("fsdp_cpu_ram_efficient_loading", "true; write false")):
             if key not in fsdp:
                 raise UserError(f"{path}: fsdp_config.{key}: missing: the launcher's default is {default}")
+        if fsdp["fsdp_version"] in (1, "1"):
+            key = "fsdp_sync_module_states"
+            if key not in fsdp:
+                raise UserError(f"{path}: fsdp_config.{key}: missing: the launcher's default is true; write false")
+            if checked.get("parallelism_config"):
+                raise UserError(f"{path}: parallelism_config: needs fsdp_version: 2")
         policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")
         for key, user in (("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"), ("fsdp_min_num_params", "SIZE_BASED_WRAP")):
             if key in fsdp and policy != user:
@@ -301,9 +340,11 @@ def environment_from_yaml(path: str | Path, *, num_processes: int | None = None)
     if kind == "FSDP":
         # Every other FSDP key goes to the ranks as FSDP_<KEY>, lower-cased where it is a boolean.
         names = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-        defaults = {"fsdp_min_num_params": 10**8, "fsdp_reshard_after_forward": True} | dict.fromkeys(
+        defaults: dict[str, Any] = {"fsdp_min_num_params": 10**8, "fsdp_reshard_after_forward": True} | dict.fromkeys(
             ("fsdp_offload_params", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload"), False
         )
+        if checked["fsdp_config"]["fsdp_version"] in (1, "1"):
+            defaults |= {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_forward_prefetch": False, "fsdp_use_orig_params": True}
         env["ACCELERATE_USE_FSDP"] = "true"
         for key, value in (defaults | checked["fsdp_config"]).items():
             env[names.get(key, key.upper())] = str(value).lower() if isinstance(value, bool) else str(value)
@@ -333,14 +374,36 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
     }
     if not fsdp:
         return Placement(distributed_type="MULTI_GPU" if "WORLD_SIZE" in env else "NO", dp_replicate_size=processes, **common)
-    if (version := env.get("FSDP_VERSION", "1")) != "2":
-        raise _mistake(source, "fsdp_version", version, "FSDP1 is not supported yet; pass 2")
+    if (version := env.get("FSDP_VERSION", "1")) not in ("1", "2"):
+        raise _mistake(source, "fsdp_version", version, "must be 1 or 2")
     if flag("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"):
         raise _mistake(source, "fsdp_cpu_ram_efficient_loading", True, _META)
     if (policy := env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()) == "SIZE_BASED_WRAP":
         fix = "not supported: Accelerate 1.15 wraps the list of layers, which has no forward; use TRANSFORMER_BASED_WRAP"
         raise _mistake(source, "fsdp_auto_wrap_policy", policy, fix)
     replicate, shard = 1, processes
+    reshard_after_forward = flag("FSDP_RESHARD_AFTER_FORWARD", "true")
+    if version == "1":
+        strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()
+        told: dict[str, str | bool] = {
+            "fsdp_sharding_strategy": strategy,
+            "fsdp_use_orig_params": flag("FSDP_USE_ORIG_PARAMS", "false"),
+            "fsdp_sync_module_states": flag("FSDP_SYNC_MODULE_STATES", "false"),
+        }
+        for key, value in told.items():
+            if value not in FSDP1_RULES[key]:  # type: ignore[operator]
+                raise _mistake(source, key, value, REFUSED_VALUES.get((key, value), "must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"))
+        for key in ("FSDP_OFFLOAD_PARAMS", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+            if flag(key, "false"):
+                raise _mistake(source, key.removeprefix("ACCELERATE_").lower(), True, "not supported with FSDP1; write fsdp_version: 2")
+        common |= {
+            "fsdp_version": 1,
+            "sharding_strategy": strategy,
+            "backward_prefetch": env.get("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH").upper(),
+            "forward_prefetch": flag("FSDP_FORWARD_PREFETCH", "false"),
+        }
+        reshard_after_forward = strategy == "FULL_SHARD"
+        replicate, shard = (processes, 1) if strategy == "NO_SHARD" else (1, processes)
     if flag("ACCELERATE_USE_PARALLELISM_CONFIG", "false"):
         replicate, shard = (int(env.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1")) for axis in ("REPLICATE", "SHARD"))
         for axis in ("TP", "CP", "SP"):
@@ -357,11 +420,11 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
         distributed_type="FSDP",
         dp_replicate_size=replicate,
         dp_shard_size=shard,
-        reshard_after_forward=flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
+        reshard_after_forward=reshard_after_forward,
         auto_wrap_policy=policy,
         transformer_cls_names_to_wrap=tuple(classes.split(",")) if classes else (),
         min_num_params=int(env.get("FSDP_MIN_NUM_PARAMS", "0")),
-        state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT").upper(),
+        state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT" if version == "1" else "SHARDED_STATE_DICT").upper(),
         activation_checkpointing=flag("FSDP_ACTIVATION_CHECKPOINTING", "false"),
         activation_checkpointing_offload=flag("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false"),
         offload_params=flag("FSDP_OFFLOAD_PARAMS", "false"),

@@ -1,0 +1,68 @@
+"""Bad steps: updates that would harm the weights are left out, by all ranks alike and without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+HISTORY = 128  # Good steps whose gradient norms make the median.
+LEAST_HISTORY = 20  # Good steps before which no norm is called a spike.
+
+
+class BadSteps:
+    """Judges each step by its loss and gradient norm, and counts. All state is on the device, in tensors that a checkpoint holds.
+
+    The counts and the history are functions of values that all ranks share, so they are the same on every rank.
+    """
+
+    def __init__(self, *, spike_factor: float | None, device: torch.device) -> None:
+        self._spike_factor = spike_factor
+        self._norms = torch.full((HISTORY,), torch.nan, device=device)
+        self._good, self._in_a_row, self._total = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live state by name, for a checkpoint."""
+        return {
+            "bad_steps.norms": self._norms,
+            "bad_steps.good": self._good,
+            "bad_steps.in_a_row": self._in_a_row,
+            "bad_steps.total": self._total,
+        }
+
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+        """1.0 where this rank's loss or the gradient norm is not finite, or the norm is a spike; else 0.0. Scalars."""
+        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        if self._spike_factor is not None:
+            spike = grad_norm > self._spike_factor * self._norms.nanmedian()
+            bad |= spike & (self._good >= LEAST_HISTORY)
+        return bad.float()
+
+    def count(self, bad: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Take in a step. bad: scalar, > 0 where any rank has judged it so."""
+        is_bad = bad > 0
+        place = (self._good % HISTORY).reshape(1)
+        kept = torch.where(is_bad, self._norms[place], grad_norm.reshape(1).float())
+        self._norms.index_copy_(0, place, kept)
+        self._good += ~is_bad
+        self._total += is_bad
+        self._in_a_row.add_(1).mul_(is_bad)
+
+    def read(self) -> tuple[int, int]:
+        """(bad steps in a row up to now, bad steps of the run). Waits for the device."""
+        in_a_row, total = torch.stack([self._in_a_row, self._total]).tolist()
+        return in_a_row, total
+
+    def begin_anew(self, *, total: int) -> None:
+        """After a rollback: nothing is bad yet, and `total` steps of the run were."""
+        self._in_a_row.zero_()
+        self._total.fill_(total)
+
+
+def skip_update(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
+    """Make the next step() of a fused AdamW leave weights, moments and its step count as they are where bad > 0.
+
+    The kernels look at `found_inf` on the device; the gradient scaler of fp16, which sets it itself, overrides this.
+    """
+    inner: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper.
+    inner.grad_scale, inner.found_inf = None, (bad > 0).float()
