@@ -10,11 +10,13 @@ import functools
 from fullshard.config import check_output_dir, resolve_batch
 from fullshard.errors import one_line_errors
 from fullshard.parsing import parse_recipe
+from fullshard.preemption import end_with_launcher
 from fullshard.sharding import check_launch
 
 
 @one_line_errors
 def main() -> None:
+    end_with_launcher()
     recipe = parse_recipe()
     placement = check_launch()
     recipe = resolve_batch(recipe, world_size=placement.num_processes)

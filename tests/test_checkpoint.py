@@ -334,11 +334,11 @@ def host_groups(*, recipe: Recipe) -> list[float]:
 
 
 def test_ranks_wait_for_one_that_retries_as_long_as_the_recipe_says(pool: Any, tmp_path: Path) -> None:
-    """Each of 101 tries may last the 30 s of a silent server and the 30 s after it; torch waits 30 minutes. The other group is that of the
-    saves, where a rank may take train.timeout_seconds."""
+    """Each of 101 tries may last the 30 s of a silent server and the 30 s after it; torch waits 30 minutes, and the
+    watchdog as long again. The other group is that of the saves."""
     recipe = recipe_for(tmp_path, max_steps=1)
     patient = replace(recipe, data=replace(recipe.data, max_retries=100, timeout_seconds=30.0))
-    assert pool.run(host_groups, recipe=patient) == [[101 * (30 + 30) + 1800, 1800 + 1800]] * 2
+    assert pool.run(host_groups, recipe=patient) == [[101 * (30 + 30) + 2 * 1800, 2 * 1800]] * 2
 
 
 @pytest.mark.parametrize(("every", "world_size", "lost_ranks"), [(0, 2, (1,)), (2, 4, (2, 3)), (0, 1, (0,))])

@@ -71,11 +71,12 @@ def test_r19_sigterm_to_the_launcher_is_not_the_loader_workers(tmp_path):
 
 
 def test_a_rank_that_stands_still_ends_the_run_and_max_restarts_resumes_it(tmp_path):
-    """The launcher gives the stopped rank 30 s before it kills it."""
+    """The launcher gives the stopped rank 30 s before it kills it, here less."""
     run = launched(
         tmp_path,
         lambda ranks, _: os.kill(ranks[1], signal.SIGSTOP),
         launcher=["--max_restarts", "1"],
+        environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"},
         train__max_steps=40,
         train__timeout_seconds=3,
         checkpoint__every=5,
@@ -87,6 +88,7 @@ def test_a_rank_that_stands_still_ends_the_run_and_max_restarts_resumes_it(tmp_p
         r"error: no progress for \d+ s: rank 1 did not answer \(last heartbeat \d+ s ago in \w+ of step \d+\), rank 0 is in ", line
     )
     assert f"exitcode: {HANG_EXIT_CODE}" in run.stderr
-    files = {path.name: path.read_text() for path in (tmp_path / "hang" / "1").iterdir()}
-    assert sorted(files) == ["rank_00000.txt", "rank_00001.txt"]
+    files = {path.name: path.read_text(errors="replace") for path in (tmp_path / "hang" / "1").iterdir()}
+    assert len(files["collectives_rank_0"]) > 1000
+    assert sorted(name for name in files if name.endswith(".txt")) == ["rank_00000.txt", "rank_00001.txt"]
     assert "in train" in files["rank_00000.txt"]

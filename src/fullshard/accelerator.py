@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -79,6 +80,9 @@ def build_accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(init_method=RENDEZVOUS, timeout=timeout)],
     )
     _check(accelerator, placement)
+    if (mesh := accelerator.torch_device_mesh) is not None:  # Its groups are made with torch's own timeout, 10 minutes under NCCL.
+        for name in mesh.mesh_dim_names:
+            dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(name))
     return accelerator
 
 
@@ -306,6 +310,13 @@ class _Attempt(Generic[Result]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def dump_collectives(accelerator: Accelerator, folder: Path) -> None:
+    """Write what the flight recorder has of this rank's last collectives, torch's pickle for its `torchfrtrace`. No test reaches NCCL's."""
+    recorder: Any = torch._C._distributed_c10d
+    trace = recorder._dump_nccl_trace() if accelerator.device.type == "cuda" else recorder._dump_fr_trace()
+    (folder / f"collectives_rank_{accelerator.process_index}").write_bytes(trace)
 
 
 def host_group(accelerator: Accelerator, *, longest_wait_s: float) -> dist.ProcessGroup | None:

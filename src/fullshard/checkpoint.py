@@ -297,6 +297,8 @@ class Saver:
         partial = final.with_name(f"{final.name}.tmp")
         place = f"{final}: cannot be saved"
         main, group = self._accelerator.is_main_process, self._group
+        # This thread's alone. torch.load looks at no CRC32, and to compute them takes a third of the save.
+        torch.serialization.set_crc32_options(False)
         try:
             on_main(self._accelerator, lambda: _make_folder(partial, place=place), group=group)
             writer = dcp.FileSystemWriter(partial, sync_files=True)  # Each file to disk before it says so.

@@ -181,7 +181,7 @@ class TrainConfig:
     max_rollbacks: NonNegativeInt = 3
     """Rollbacks of a run, after which it stops."""
     max_time: PositiveFloat | None = None
-    """Seconds since the process started after which the run saves and ends with exit code 75, to be started again; null: no limit."""
+    """Seconds since the launch after which the run saves and ends with exit code 75, to be started again; null: no limit."""
     timeout_seconds: PositiveFloat = 1800.0
     """Seconds without progress of a rank, waits for remote data aside, after which the run ends and each rank's stacks are in hang/."""
 

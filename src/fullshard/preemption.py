@@ -184,6 +184,15 @@ def leave(line: str, *, code: int) -> NoReturn:
     os._exit(code)
 
 
+def end_with_launcher() -> None:
+    """Until `stop_signals`: this rank ends when its launcher does, also of a kill -9.
+
+    It would go on trying to reach the launcher for as long as torch's timeout, and might find the next one at the same port.
+    """
+    if _under_agent():
+        signal_at_death_of_parent(signal.SIGTERM)
+
+
 def leave_with_parent() -> None:
     """In a forked loader worker: stop signals are not its own. It ends when its rank ends, of whatever, and when its rank tells it to.
 

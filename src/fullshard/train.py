@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fullshard.accelerator import COMPUTE_DTYPE, Agreed, agree, host_group, on_main
+from fullshard.accelerator import COMPUTE_DTYPE, Agreed, agree, dump_collectives, host_group, on_main
 from fullshard.bad_steps import BadSteps, skip_update
 from fullshard.checkpoint import Resume, Saver, load_checkpoint, newest_whole
 from fullshard.config import Recipe
@@ -155,7 +155,7 @@ def train(
     noted: set[str] = set()
     # How long a rank may read before it has rows, or a reason why not: each try a silent server, then the wait for the next.
     longest_read_s = (recipe.data.max_retries + 1) * (recipe.data.timeout_seconds + LONGEST_WAIT_S)
-    group = host_group(accelerator, longest_wait_s=longest_read_s)
+    group = host_group(accelerator, longest_wait_s=longest_read_s + train.timeout_seconds)
     saver = Saver(recipe=recipe, placement=placement, accelerator=accelerator, resume=resume)
     now = _Progress(resume.step, resume.skipped_rows, resume.rollbacks)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "bad_steps": bad_steps}
@@ -179,6 +179,7 @@ def train(
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
             timeout_s=train.timeout_seconds,
+            also=functools.partial(dump_collectives, accelerator),
         ) as watchdog,
     ):
         while now.step < train.max_steps:
@@ -196,7 +197,7 @@ def train(
                 _saved(saver.finish, recipe=recipe, run=run)
             if rows is None or agreed.failure is not None or agreed.stop:
                 _data_values(accelerator, batches, run, wait_s=data_wait_s, noted=noted)
-                _leave(agreed, now=now, resume=resume, saver=saver, save=functools.partial(save, position))
+                _leave(agreed, now=now, resume=resume, saver=saver, stop=stop, save=functools.partial(save, position))
             assert rows is not None
             rows = rows.to(device)
             with measure_memory(device, enabled=logged) as measurement:
@@ -284,7 +285,7 @@ def _saved(act: Callable[[], None], *, recipe: Recipe, run: Run) -> None:
         run.terminal.say(f"{error}; training goes on")
 
 
-def _leave(agreed: Agreed, *, now: _Progress, resume: Resume, saver: Saver, save: Callable[[], None]) -> NoReturn:
+def _leave(agreed: Agreed, *, now: _Progress, resume: Resume, saver: Saver, stop: Stop, save: Callable[[], None]) -> NoReturn:
     """Save the steps done and end the run on all ranks."""
     why = agreed.failure if agreed.failure is not None else f"stopped after step {now.step} by {cause_name(agreed.stop)}"
     error = UserError if agreed.failure is not None else Preempted
@@ -294,6 +295,7 @@ def _leave(agreed: Agreed, *, now: _Progress, resume: Resume, saver: Saver, save
         elif now.step != resume.step:
             save()
             saver.finish()
+        stop.saved_step = saver.saved_step
     except UserError as failed:
         raise UserError(f"{why}; {failed}") from None
     if saver.step is None:
