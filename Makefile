@@ -1,11 +1,11 @@
-# make train | test | lint | install: each sets up .venv first when it is missing or older than what it is made from.
+# make train | test | campaign | lint | install: each sets up .venv first when it is missing or older than what it is made from.
 PYTHON ?= python3
 ACCELERATE_CONFIG ?= accelerate_configs/fsdp.yaml
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint install
+.PHONY: train test campaign lint install
 
 train: $(STAMP)
 	@$(BIN)/fullshard check --accelerate_config $(ACCELERATE_CONFIG) $(GPUS) --quiet $(ARGS)
@@ -16,6 +16,10 @@ train: GPUS = $(shell $(BIN)/python -c "import torch; n = torch.cuda.device_coun
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests
+
+# Some 20 minutes; ARGS="--seed 1" for other moments.
+campaign: $(STAMP)
+	$(BIN)/python tests/campaign.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

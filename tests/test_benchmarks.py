@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from test_readme import benchmark
+
 from fullshard.parsing import parse_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +45,19 @@ def test_default_recipe_reaches_its_goal_in_its_time() -> None:
     assert record["training_s"] < 360
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"Training took {record['training_s']} s on two cores and ended at {record['eval_loss']:.2f} nats per token" in readme
+
+
+def test_an_asynchronous_save_waits_less_than_a_durable_one(tmp_path: Path) -> None:
+    """The benchmark's saves, small; and the run whose starts it measures is a recipe."""
+    checkpoint = benchmark("checkpoint")
+    measured = checkpoint.measure_saves(tmp_path, gigabytes=0.1, rounds=1)
+    summary = checkpoint.summary([measured])
+    assert summary["ranks"] == 2
+    # Weights and two moments in fp32; little is added.
+    assert summary["parameters"] * 12 / 1e9 < summary["checkpoint_gb"] < summary["parameters"] * 12 / 1e9 * 1.01
+    assert summary["async_stall_over_sync"] < 0.5
+    recipe = parse_recipe(checkpoint.run_words(1.0))
+    assert (recipe.train.max_steps, recipe.checkpoint.every, recipe.checkpoint.resume) == (2, 1, "auto")
 
 
 def test_readme_quotes_the_record() -> None:

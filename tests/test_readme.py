@@ -41,7 +41,7 @@ def test_launch_commands_are_valid(line: str) -> None:
 
 
 def test_other_commands_are_known() -> None:
-    known = ("accelerate launch ", "make train", "source .venv/bin/activate", "fullshard check ", "fullshard data ", "fullshard tokenize ")
+    known = ("accelerate launch ", "make train", "source .venv/bin/activate", "make campaign", "fullshard ")
     assert [line for line in LINES if not line.startswith(known)] == []
 
 
@@ -73,6 +73,14 @@ def test_data_table_is_the_record_and_keeps_its_promises() -> None:
     assert record["packing_over_tokenizing"] < 0.05
     assert record["resumed_first_batch_s"] < record["fresh_first_batch_s"] + 2
     assert record["data_wait_pct_mean"] < 2
+
+
+def test_checkpoint_table_is_the_record_and_keeps_its_promises() -> None:
+    """Asynchronous stall < 25 % of a durable synchronous save; without checksums no slower than save_state."""
+    record = json.loads((ROOT / "benchmarks" / "records" / "checkpoint.json").read_text())
+    assert benchmark("checkpoint").table(record) in README
+    assert record["async_stall_over_sync"] < 0.25
+    assert record["without_checksums_over_save_state"] <= 1
 
 
 def test_every_accelerate_config_is_in_the_table() -> None:

@@ -71,12 +71,11 @@ def test_r19_sigterm_to_the_launcher_is_not_the_loader_workers(tmp_path):
 
 
 def test_a_rank_that_stands_still_ends_the_run_and_max_restarts_resumes_it(tmp_path):
-    """The launcher gives the stopped rank 30 s before it kills it, here less."""
+    """The launcher gives the stopped rank 30 s before it kills it."""
     run = launched(
         tmp_path,
         lambda ranks, _: os.kill(ranks[1], signal.SIGSTOP),
         launcher=["--max_restarts", "1"],
-        environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"},
         train__max_steps=40,
         train__timeout_seconds=3,
         checkpoint__every=5,
