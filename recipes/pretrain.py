@@ -11,7 +11,7 @@ from fullshard.config import check_output_dir, resolve_batch
 from fullshard.errors import one_line_errors
 from fullshard.parsing import parse_recipe
 from fullshard.preemption import end_with_launcher
-from fullshard.sharding import check_launch
+from fullshard.sharding import check_launch, check_sharding
 
 
 @one_line_errors
@@ -20,6 +20,7 @@ def main() -> None:
     recipe = parse_recipe()
     placement = check_launch()
     recipe = resolve_batch(recipe, world_size=placement.num_processes)
+    check_sharding(recipe, placement)
     check_output_dir(recipe)
 
     # Imported here: torch and transformers take seconds, and a mistake in a YAML is told before.
@@ -66,7 +67,7 @@ def main() -> None:
         data=recipe.data, tokenizer=tokenizer, corpus=corpus, max_rows=recipe.evaluation.max_rows, note=batches.note, **ranks
     )
 
-    model = prepare_model(accelerator, build_on_meta(config), seed=recipe.seed)
+    model = prepare_model(accelerator, build_on_meta(config), seed=recipe.seed, sharding=recipe.sharding)
     adamw = build_optimizer(model.parameters(), optim=recipe.optim)
     schedule = build_schedule(adamw, optim=recipe.optim, max_steps=resume.schedule_steps)
     optimizer = accelerator.prepare_optimizer(adamw)

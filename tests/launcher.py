@@ -92,8 +92,12 @@ def launch(output_dir: Path, /, *, timeout: float = 180.0, **options: Any) -> La
     """`start`, and its end. A launch that does not end within `timeout` seconds is a hang: subprocess.TimeoutExpired."""
     with start(output_dir, **options) as process:
         try:
-            stdout, stderr = process.communicate(timeout=timeout)
+            return finished(process, output_dir, timeout=timeout)
         except BaseException:
             process.kill()
             raise
+
+
+def finished(process: subprocess.Popen[str], output_dir: Path, *, timeout: float = 180.0) -> Launched:
+    stdout, stderr = process.communicate(timeout=timeout)
     return Launched(process.returncode, stdout, stderr, output_dir)

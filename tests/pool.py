@@ -87,11 +87,12 @@ class GlooPool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 launched = {
-                    **environment_from_yaml(path),
+                    "LOCAL_WORLD_SIZE": str(world_size),
+                    **environment_from_yaml(path, num_processes=world_size),
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(world_size),
-                    "LOCAL_WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1",  # Accelerate asks for it where there are several machines.
                     **(environment or {}),
                 }
                 self._worker(rank).send((function, arguments, launched, f"{folder}/rendezvous"))

@@ -43,7 +43,14 @@ def with_faults(*, recipe: Recipe, fault: str, rows: list[int], rank: int = 1) -
 
 @pytest.mark.parametrize(
     ("config", "fault"),
-    [("fsdp_fp32.yaml", "inf"), ("fsdp_fp32.yaml", "nan"), ("fsdp.yaml", "inf"), ("ddp.yaml", "nan"), ("fsdp1_full_shard.yaml", "inf")],
+    [
+        ("fsdp_fp32.yaml", "inf"),
+        ("fsdp_fp32.yaml", "nan"),
+        ("fsdp.yaml", "inf"),
+        ("ddp.yaml", "nan"),
+        ("fsdp1_full_shard.yaml", "inf"),
+        ("fsdp_fp16.yaml", "nan"),
+    ],
 )
 def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(pool: Any, tmp_path: Path, config: str, fault: str) -> None:
     """The weights, the moments and their step count are those of a run that has the steps before it alone."""
@@ -65,13 +72,18 @@ def test_training_goes_on_after_it(pool: Any, tmp_path: Path) -> None:
     assert all(value.isfinite().all() for result in results for value in result["state"].values())
 
 
-def judged(norms: list[float], *, spike_factor: float | None, loss: float = 1.0) -> tuple[list[float], BadSteps]:
+def judged(
+    norms: list[float], *, spike_factor: float | None, loss: float = 1.0, loss_scales: list[float] | None = None
+) -> tuple[list[float], BadSteps]:
+    """(whether each update is left out, the counts)."""
     bad_steps = BadSteps(spike_factor=spike_factor, device=torch.device("cpu"))
     verdicts = []
-    for norm in norms:
-        verdicts.append(bad_steps.judge(torch.tensor(loss), torch.tensor(norm)))
-        bad_steps.count(verdicts[-1], torch.tensor(norm))
-    return [float(verdict) for verdict in verdicts], bad_steps
+    for index, norm in enumerate(norms):
+        scale = None if loss_scales is None else torch.tensor(loss_scales[index])
+        left_out, bad = bad_steps.judge(torch.tensor(loss), torch.tensor(norm), loss_scale=scale)
+        bad_steps.count(left_out, bad, torch.tensor(norm))
+        verdicts.append(float(left_out))
+    return verdicts, bad_steps
 
 
 def test_a_spike_is_so_many_medians_of_the_good_steps() -> None:
@@ -96,6 +108,23 @@ def test_what_is_not_finite_is_bad_from_the_first_step(loss: float, norm: float)
     verdicts, bad_steps = judged([norm, norm], spike_factor=None, loss=loss)
     assert verdicts == [1.0, 1.0]
     assert bad_steps.read() == (2, 2)
+
+
+def test_an_overflow_is_bad_when_there_is_no_scale_left_to_halve() -> None:
+    """Every fp16 run begins with some; at a scale of 1 the gradient itself is too large, and that is divergence."""
+    inf = float("inf")
+    verdicts, bad_steps = judged([inf, inf, 1.0], spike_factor=10, loss_scales=[4.0, 2.0, 1.0])
+    assert verdicts == [1.0, 1.0, 0.0]
+    assert bad_steps.read() == (0, 0)
+    assert judged([inf, inf, inf], spike_factor=None, loss_scales=[2.0, 1.0, 0.5])[1].read() == (2, 2)
+    # What is not the scale's: a loss that is not finite, a spike.
+    assert judged([inf], spike_factor=None, loss=torch.nan, loss_scales=[4.0])[1].read() == (1, 1)
+    assert judged([*[1.0] * 30, 11.0], spike_factor=10, loss_scales=[4.0] * 31)[1].read() == (1, 1)
+    # An overflow among bad steps: the weights are those from before all three. It is left out, and no norm of a good step.
+    verdicts, bad_steps = judged([*[1.0] * 30, 11.0, inf, 11.0], spike_factor=10, loss_scales=[4.0] * 33)
+    assert verdicts == [0.0] * 30 + [1.0] * 3
+    assert bad_steps.read() == (3, 2)
+    assert bad_steps.tensors()["bad_steps.norms"].nan_to_num(0.0).max() == 1.0
 
 
 def test_a_spike_is_left_out_by_all_ranks(pool: Any, tmp_path: Path) -> None:

@@ -97,8 +97,9 @@ MISTAKES = {
         "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayr: not in the model; choose from",
         accelerate=FSDP.replace("LlamaDecoderLayer", "LlamaDecoderLayr"),
     ),
-    "size-based wrap": Mistake(
-        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP: not supported", launcher=("--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP")
+    "units of a size that no part of a layer has": Mistake(
+        "fsdp_config.fsdp_min_num_params: 100000000: no part of a layer has so many, a layer has ",
+        launcher=("--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
     ),
     "diverges": Mistake("step 2: train/loss", {"optim__learning_rate": 1e30}, launcher=("--mixed_precision", "no")),
     "empty prompt": Mistake('--logging.sample_prompts: ["", "x"]: a prompt must not be empty', {"logging__sample_prompts": "['', x]"}),
@@ -113,9 +114,8 @@ MISTAKES = {
         accelerate=FSDP + "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n",
     ),
     "offload without a GPU": Mistake(
-        "fsdp_offload_params: true: needs a GPU", accelerate=FSDP.replace("offload_params: false", "offload_params: true")
+        "fsdp_offload_params: true: needs a GPU", accelerate=(ROOT / "accelerate_configs" / "fsdp_cpu_offload.yaml").read_text()
     ),
-    "fp16 without a scaler": Mistake("mixed_precision: fp16: no gradient scaler on this device", launcher=("--mixed_precision", "fp16")),
     "--cpu": Mistake("command line: --cpu: starts one process without FSDP", launcher=("--cpu",)),
     "accumulation in the environment": Mistake(
         "environment: ACCELERATE_GRADIENT_ACCUMULATION_STEPS: 4: derived from", environment={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}

@@ -9,63 +9,27 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launcher import ROOT, SMALL, Launched, launch
+from runs import STEPS
 
 from fullshard.config import OptimConfig
 from fullshard.optim import learning_rate_factor
 
-STEPS = 20
-RUNS: dict[str, dict[str, Any]] = {
-    "fsdp fp32 x 1": {"placement": "fsdp_fp32.yaml", "launcher": ["--num_processes", "1"]},
-    "fsdp fp32 x 2": {"placement": "fsdp_fp32.yaml"},
-    "fsdp fp32 x 4": {"placement": "fsdp_fp32.yaml", "launcher": ["--num_processes", "4"]},
-    "ddp fp32 x 2": {"placement": "ddp.yaml", "launcher": ["--mixed_precision", "no"]},
-    "fsdp bf16 x 2": {"placement": "fsdp.yaml"},
-    "ddp bf16 x 2": {"placement": "ddp.yaml"},
-}
+Run = Callable[[str], Launched]  # See conftest.py.
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
-    """Each of RUNS once, when it is first asked for."""
-    done: dict[str, Launched] = {}
-
-    def get(name: str) -> Launched:
-        if name not in done:
-            done[name] = launch(tmp_path_factory.mktemp("run") / "out", train__max_steps=STEPS, **RUNS[name]).check()
-        return done[name]
-
-    return get
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "fsdp fp32 x 1"])
-def test_loss_is_the_same_everywhere(run: Callable[[str], Launched], name: str) -> None:
-    """World size, accumulation (4, 2 and 1 here) and sharding do not change what is computed: 1e-5 in fp32, 2e-2 in bf16, at every step."""
-    alone, other = run("fsdp fp32 x 1"), run(name)
-    tolerance = 2e-2 if "bf16" in name else 1e-5
-    assert [line["step"] for line in other.metrics] == list(range(1, STEPS + 1))
-    assert other.column("train/loss") == pytest.approx(alone.column("train/loss"), abs=tolerance)
-    assert other.column("eval/loss") == pytest.approx(alone.column("eval/loss"), abs=tolerance)
-    # Rounding to bf16 moves single gradients by 0.4 %, and the norm of so small a model by more where it spikes.
-    assert other.column("train/grad_norm") == pytest.approx(alone.column("train/grad_norm"), rel=0.1 if "bf16" in name else 1e-3)
-    assert other.config["derived"]["initial_weights_hash"] == alone.config["derived"]["initial_weights_hash"]
-    assert other.column("train/learning_rate") == alone.column("train/learning_rate")
-    assert other.column("train/tokens_seen") == [step * 8 * 64 for step in range(1, STEPS + 1)]
-
-
-def test_a_run_learns_and_starts_at_the_uniform_loss(run: Callable[[str], Launched]) -> None:
-    losses = run("fsdp bf16 x 2").column("train/loss")
+def test_a_run_learns_and_starts_at_the_uniform_loss(run: Run) -> None:
+    losses = run("fsdp").column("train/loss")
     # Not exactly ln(4096): initial logits have a standard deviation of 0.06 x sqrt(64), which adds half its square, 0.12.
     assert losses[0] == pytest.approx(math.log(4096) + 0.12, abs=0.1)
     assert losses[-1] < losses[0] - 1.0
 
 
-def test_every_rank_holds_its_part(run: Callable[[str], Launched]) -> None:
+def test_every_rank_holds_its_part(run: Run) -> None:
     """The check in the run itself, and the bytes that it logs: parameters and both moments at 1/4 of 4 bytes each."""
-    four, ddp = run("fsdp fp32 x 4"), run("ddp fp32 x 2")
+    four, ddp = run("fsdp_fp32 x 4"), run("ddp in fp32")
     parameters = four.config["derived"]["parameters"]
     assert "every rank holds 1/4 of each of" in four.stdout
     assert "not sharded" in ddp.stdout
@@ -77,34 +41,34 @@ def test_every_rank_holds_its_part(run: Callable[[str], Launched]) -> None:
         assert last["memory/optimizer_gib"] == pytest.approx(2 * whole_gib / shards, rel=1e-3)  # plus a step counter per parameter
 
 
-def test_log_keys_are_those_promised(run: Callable[[str], Launched]) -> None:
+def test_log_keys_are_those_promised(run: Run) -> None:
     """DESIGN's keys, and no others. mfu_pct needs a device whose peak is known, or logging.peak_tflops."""
     always = {f"train/{key}" for key in ("loss", "grad_norm", "learning_rate", "tokens_seen")}
     always |= {f"throughput/{key}" for key in ("tokens_per_second", "step_time_s", "data_wait_pct")}
     kinds = ("allocated", "peak_allocated", "reserved", "host_rss", "parameters", "gradients", "optimizer", "activations", "predicted_peak")
     always |= {f"memory/{kind}_gib" for kind in kinds} | {"data/retries", "data/bad_rows"}
-    metrics = run("fsdp bf16 x 2").metrics
+    metrics = run("fsdp").metrics
     assert all(set(line) == always | {"step"} for line in metrics[:-1])
     assert set(metrics[-1]) == always | {"step", "eval/loss", "eval/perplexity"}
     assert metrics[-1]["eval/perplexity"] == pytest.approx(math.exp(metrics[-1]["eval/loss"]))
 
 
-def test_learning_rate_is_the_formula(run: Callable[[str], Launched]) -> None:
+def test_learning_rate_is_the_formula(run: Run) -> None:
     """O03, through the launcher."""
-    launched = run("fsdp fp32 x 2")
+    launched = run("fsdp_fp32")
     optim = OptimConfig(**launched.config["optim"])
     expected = [optim.learning_rate * learning_rate_factor(step, optim=optim, max_steps=STEPS) for step in range(1, STEPS + 1)]
     assert launched.column("train/learning_rate") == pytest.approx(expected, rel=1e-12)
 
 
-def test_predicted_peak_is_near_the_measured_one(run: Callable[[str], Launched]) -> None:
-    for name in ("fsdp bf16 x 2", "fsdp fp32 x 4", "ddp fp32 x 2"):
+def test_predicted_peak_is_near_the_measured_one(run: Run) -> None:
+    for name in ("fsdp", "fsdp_fp32 x 4", "ddp in fp32"):
         last = run(name).metrics[-1]
         assert last["memory/predicted_peak_gib"] == pytest.approx(last["memory/peak_allocated_gib"], rel=0.15), name
 
 
-def test_config_holds_what_the_run_was(run: Callable[[str], Launched]) -> None:
-    config = run("fsdp bf16 x 2").config
+def test_config_holds_what_the_run_was(run: Run) -> None:
+    config = run("fsdp").config
     assert config["precision"] == {"parameters": "float32", "compute": "bfloat16", "gradient_reduction": "float32", "loss": "float32"}
     assert config["accelerate"]["distributed_type"] == "FSDP"
     assert config["accelerate"]["dp_shard_size"] == 2
@@ -116,8 +80,8 @@ def test_config_holds_what_the_run_was(run: Callable[[str], Launched]) -> None:
     assert set(config["versions"]) == {"fullshard", "torch", "accelerate", "transformers", "datasets", "wandb"}
 
 
-def test_plain_lines_when_not_a_terminal(run: Callable[[str], Launched]) -> None:
-    stdout = run("fsdp bf16 x 2").stdout
+def test_plain_lines_when_not_a_terminal(run: Run) -> None:
+    stdout = run("fsdp").stdout
     assert stdout.count("fullshard pretrain") == 1, "printed by more than one rank"
     assert sum(line.startswith(f"step {STEPS}/{STEPS}  loss ") for line in stdout.splitlines()) == 1
     assert "\x1b" not in stdout
@@ -173,19 +137,6 @@ def test_without_accelerate_launch_nothing_runs(tmp_path: Path, command: list[st
     assert result.returncode != 0
     assert "error: command line: not started by accelerate launch" in result.stderr
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("config", ["fsdp.yaml", "ddp.yaml"])
-def test_compile_per_layer_changes_nothing(tmp_path: Path, config: str) -> None:
-    """dynamo_config in the accelerate YAML; backend aot_eager needs no C++ compiler and runs the same graph capture and partitioner."""
-    path = tmp_path / config
-    dynamo = "dynamo_config:\n  dynamo_backend: AOT_EAGER\n  dynamo_use_regional_compilation: true\n"
-    path.write_text((ROOT / "accelerate_configs" / config).read_text() + dynamo)
-    compiled = launch(tmp_path / "compiled", placement=path, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
-    eager = launch(tmp_path / "eager", placement=config, launcher=["--mixed_precision", "no"], train__max_steps=4).check()
-    assert compiled.config["accelerate"]["dynamo_regional"] is True
-    assert compiled.column("train/loss") == pytest.approx(eager.column("train/loss"), abs=1e-5)
-    assert compiled.config["derived"]["initial_weights_hash"] == eager.config["derived"]["initial_weights_hash"]
 
 
 def test_wandb_without_a_key_is_offline_one_run_and_exits(tmp_path: Path) -> None:

@@ -55,12 +55,17 @@ def test_check_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "8 processes" in capsys.readouterr().out
 
 
-def test_table_is_the_record() -> None:
-    record = json.loads((ROOT / "benchmarks" / "records" / "placements.json").read_text())
-    assert benchmark("placements").table(record) in README
-    for config, row in record["rows"].items():
-        assert row["same_initial_weights"], config
-    losses = [row["train_loss"] for row in record["rows"].values()]
+def test_sharding_tables_and_plots_are_the_record() -> None:
+    """Every config that runs here stands beside DDP; none of them changes the loss."""
+    sharding = benchmark("sharding")
+    record = json.loads(sharding.RECORD.read_text())
+    configs = {path.name for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert set(record["rows"]) == configs - set(sharding.LEFT_OUT)
+    for page, table in sharding.pages(record).items():
+        assert table in page.read_text(), page
+    for plot in (ROOT / "docs").glob("*.png"):
+        assert sharding.digest(record).encode() in plot.read_bytes(), plot
+    losses = [row["loss"] for row in record["rows"].values()]
     assert max(losses) - min(losses) < 2e-2
 
 
@@ -83,9 +88,11 @@ def test_checkpoint_table_is_the_record_and_keeps_its_promises() -> None:
     assert record["without_checksums_over_save_state"] <= 1
 
 
-def test_every_accelerate_config_is_in_the_table() -> None:
-    for path in (ROOT / "accelerate_configs").glob("*.yaml"):
-        assert f"| `{path.name}` |" in README
+def test_every_accelerate_config_has_one_row_and_every_row_a_file() -> None:
+    table = (ROOT / "accelerate_configs" / "README.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \|(?:[^|\n]+\|){5}$", table, re.M)
+    assert sorted(rows) == sorted(path.name for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+    assert "(accelerate_configs/README.md)" in README
 
 
 def test_files_named_exist() -> None:

@@ -46,6 +46,7 @@ def with_train(recipe: Recipe, **options: Any) -> Recipe:
         ("fsdp_fp32.yaml", 1, {}, True),
         ("fsdp1_full_shard.yaml", 2, FP32, True),
         ("fsdp1_full_shard.yaml", 2, FULL | BF16, False),
+        ("fsdp_fp16.yaml", 2, {}, True),
     ],
 )
 def test_bit_for_bit(pool: Any, tmp_path: Path, config: str, world_size: int, environment: dict[str, str], async_save: bool) -> None:
@@ -54,9 +55,13 @@ def test_bit_for_bit(pool: Any, tmp_path: Path, config: str, world_size: int, en
     recipe = with_checkpoint(recipe_for(tmp_path / "straight", every=3, model=DROPOUT), async_save=async_save)
     straight = pool.run(run_steps, **place, recipe=recipe)
     checkpoint = tmp_path / "straight" / "checkpoints" / "step_00000003"
-    continued = pool.run(run_steps, **place, recipe=recipe_for(tmp_path / "continued", resume=str(checkpoint), model=DROPOUT))
+    recipe = recipe_for(tmp_path / "continued", resume=str(checkpoint), every=3, model=DROPOUT)
+    continued = pool.run(run_steps, **place, recipe=recipe)
     for key in KEYS:
         assert column(tmp_path / "continued", key) == column(tmp_path / "straight", key)[3:], key
+    ends = [json.loads((tmp_path / run / "checkpoints/step_00000006/state.json").read_text()) for run in ("straight", "continued")]
+    assert ends[0]["scaler"] == ends[1]["scaler"]  # fp16's scale, and the steps since it changed.
+    assert (ends[0]["scaler"] is not None) == (config == "fsdp_fp16.yaml")
     for rank in range(world_size):
         assert continued[rank]["state"].keys() == straight[rank]["state"].keys()
         for name, value in straight[rank]["state"].items():
@@ -77,6 +82,8 @@ def test_bit_for_bit(pool: Any, tmp_path: Path, config: str, world_size: int, en
         (("fsdp1_full_shard.yaml", 2, FP32), ("fsdp_fp32.yaml", 2, {})),
         (("fsdp_fp32.yaml", 2, {}), ("fsdp1_full_shard.yaml", 2, FP32)),
         (("fsdp1_full_shard.yaml", 2, FULL | FP32), ("fsdp_fp32.yaml", 1, {})),
+        (("fsdp_hybrid.yaml", 4, FP32), ("fsdp1_hybrid.yaml", 4, FP32)),
+        (("fsdp1_hybrid.yaml", 4, FP32), ("fsdp_fp32.yaml", 2, {})),
     ],
 )
 def test_either_kind_loads_under_the_other(pool: Any, tmp_path: Path, writer: Any, reader: Any) -> None:

@@ -81,12 +81,32 @@ WRONG = [
     ),
     (
         fsdp(**FSDP1, sharding_strategy="HYBRID_SHARD"),
-        "fsdp_config.sharding_strategy: HYBRID_SHARD: copies per machine, which Accelerate does not let one choose with FSDP1; "
-        "write fsdp_version: 2 and a parallelism_config",
+        "fsdp_sharding_strategy: HYBRID_SHARD: a copy per machine, sharded inside it: nothing to do with machines x ranks = 1 x 2; "
+        "write FULL_SHARD",
     ),
     (
+        fsdp(**FSDP1, sharding_strategy="HYBRID_SHARD") + "num_machines: 2",
+        "fsdp_sharding_strategy: HYBRID_SHARD: a copy per machine, sharded inside it: nothing to do with machines x ranks = 2 x 1; "
+        "write NO_SHARD",
+    ),
+    (
+        fsdp(**FSDP1, sharding_strategy="HYBRID_SHARD_ZERO2"),
+        "fsdp_config.sharding_strategy: HYBRID_SHARD_ZERO2: not supported; write HYBRID_SHARD, or fsdp_version: 2 and a parallelism_config",
+    ),
+    (BASE + "num_machines: 3", "num_processes: 2: must be a multiple of num_machines, 3"),
+    (
+        fsdp(**FSDP1, auto_wrap_policy="SIZE_BASED_WRAP"),
+        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP: not supported with FSDP1; write fsdp_version: 2",
+    ),
+    (
+        fsdp(auto_wrap_policy="SIZE_BASED_WRAP", activation_checkpointing=True),
+        "fsdp_activation_checkpointing: true: goes around the classes that are wrapped, and SIZE_BASED_WRAP names none; "
+        "use the recipe's sharding.activation_checkpointing",
+    ),
+    (fsdp(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=0), "fsdp_config.min_num_params: 0: must be an integer >= 1"),
+    (
         fsdp(**FSDP1, sharding_strategy=1),
-        "fsdp_config.sharding_strategy: 1: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+        "fsdp_config.sharding_strategy: 1: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD",
     ),
     (fsdp(**FSDP1, offload_params=True), "fsdp_offload_params: true: not supported with FSDP1; write fsdp_version: 2"),
     (
@@ -221,6 +241,7 @@ def test_a_yaml_means_what_the_launcher_makes_of_it(content: str, tmp_path: Path
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
     if arguments.use_fsdp or arguments.multi_gpu:
         told = {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": str(arguments.num_processes)}
+        told["LOCAL_WORLD_SIZE"] = arguments.nproc_per_node
     else:
         _, told = prepare_simple_launcher_cmd_env(arguments)
     ours = environment_from_yaml(path)
@@ -245,8 +266,9 @@ def test_placement_is_what_the_plugin_reads(content: str, tmp_path: Path, monkey
         assert plugin.sharding_strategy.name == placement.sharding_strategy
         assert (plugin.backward_prefetch.name if plugin.backward_prefetch else "NO_PREFETCH") == placement.backward_prefetch
         assert (plugin.forward_prefetch, plugin.use_orig_params, plugin.sync_module_states) == (placement.forward_prefetch, True, False)
-        assert placement.reshard_after_forward == (placement.sharding_strategy == "FULL_SHARD")
-        assert placement.dp_shard_size == (1 if placement.sharding_strategy == "NO_SHARD" else placement.num_processes)
+        assert placement.reshard_after_forward == (placement.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"))
+        shards = {"NO_SHARD": 1, "HYBRID_SHARD": placement.num_processes // 2}  # A machine's; the file has two.
+        assert placement.dp_shard_size == shards.get(placement.sharding_strategy, placement.num_processes)
     else:
         assert plugin.reshard_after_forward == placement.reshard_after_forward
     assert plugin.state_dict_type.name == placement.state_dict_type
@@ -268,16 +290,53 @@ def test_shipped_files() -> None:
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         transformer_cls_names_to_wrap=("LlamaDecoderLayer",),
     )
-    controls = {path.stem: placement_from_yaml(path, num_processes=4) for path in SHIPPED}
-    assert controls["fsdp_fp32"] == dataclasses.replace(controls["fsdp"], mixed_precision="no")
-    assert controls["fsdp1_full_shard"] == dataclasses.replace(controls["fsdp"], fsdp_version=1, backward_prefetch="BACKWARD_PRE")
-    assert controls["ddp"] == Placement(distributed_type="MULTI_GPU", num_processes=4, dp_replicate_size=4, mixed_precision="bf16")
     for path in SHIPPED:
-        # O17: an unquoted no would be a boolean.
-        assert isinstance(yaml.safe_load(path.read_text())["mixed_precision"], str)
         lines = path.read_text().splitlines()
         assert len(lines) <= 20
         assert [line for line in lines if "#" not in line] == []
+
+
+def test_each_shipped_file_differs_from_fsdp_in_what_it_is_named_after() -> None:
+    fsdp = placement_from_yaml(ROOT / "accelerate_configs" / "fsdp.yaml", num_processes=4)
+    flat = dataclasses.replace(fsdp, fsdp_version=1, backward_prefetch="BACKWARD_PRE")
+    assert {path.stem: placement_from_yaml(path, num_processes=1 if path.stem == "single" else 4) for path in SHIPPED} == {
+        "single": Placement(mixed_precision="bf16"),
+        "ddp": Placement(distributed_type="MULTI_GPU", num_processes=4, dp_replicate_size=4, mixed_precision="bf16"),
+        "fsdp": fsdp,
+        "fsdp_fp32": dataclasses.replace(fsdp, mixed_precision="no"),
+        "fsdp_fp16": dataclasses.replace(fsdp, mixed_precision="fp16"),
+        "fsdp_shard_grad_op": dataclasses.replace(fsdp, reshard_after_forward=False),
+        "fsdp_hybrid": dataclasses.replace(fsdp, dp_replicate_size=2, dp_shard_size=2),
+        "fsdp_activation_checkpointing": dataclasses.replace(fsdp, activation_checkpointing=True),
+        "fsdp_full_state_dict": dataclasses.replace(fsdp, state_dict_type="FULL_STATE_DICT"),
+        "fsdp_fine_grained": dataclasses.replace(fsdp, transformer_cls_names_to_wrap=("LlamaAttention", "LlamaMLP")),
+        "fsdp_no_wrap": dataclasses.replace(fsdp, auto_wrap_policy="NO_WRAP", transformer_cls_names_to_wrap=()),
+        "fsdp_size_based": dataclasses.replace(
+            fsdp, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100_000, transformer_cls_names_to_wrap=()
+        ),
+        "fsdp_compile": dataclasses.replace(fsdp, dynamo_backend="INDUCTOR", dynamo_regional=True),
+        "fsdp_cpu_offload": dataclasses.replace(fsdp, offload_params=True),
+        "fsdp1_full_shard": flat,
+        "fsdp1_shard_grad_op": dataclasses.replace(
+            flat, sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=False, backward_prefetch="NO_PREFETCH"
+        ),
+        "fsdp1_no_shard": dataclasses.replace(
+            flat,
+            sharding_strategy="NO_SHARD",
+            reshard_after_forward=False,
+            backward_prefetch="NO_PREFETCH",
+            dp_replicate_size=4,
+            dp_shard_size=1,
+        ),
+        "fsdp1_hybrid": dataclasses.replace(flat, sharding_strategy="HYBRID_SHARD", dp_replicate_size=2, dp_shard_size=2),
+    }
+
+
+def test_ranks_that_the_machines_cannot_share_equally_are_refused() -> None:
+    """The launcher would start fewer of them, and say nothing."""
+    path = ROOT / "accelerate_configs" / "fsdp1_hybrid.yaml"
+    with pytest.raises(UserError, match=r"^command line: --num_processes: 5: must be a multiple of num_machines, 2$"):
+        placement_from_yaml(path, num_processes=5)
 
 
 def test_our_keys_are_those_of_the_installed_accelerate() -> None:
@@ -331,7 +390,7 @@ def test_our_keys_are_those_of_the_installed_accelerate() -> None:
         ),
         (
             {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SHARDING_STRATEGY": "3"},
-            "accelerate launch: fsdp_sharding_strategy: 3: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+            "accelerate launch: fsdp_sharding_strategy: 3: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD",
         ),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "accelerate launch: mixed_precision: fp8: must be one of no, bf16, fp16"),
         (
@@ -407,8 +466,9 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_yaml_in_the_real_launcher(path: Path, tmp_path: Path) -> None:
+def test_a_shipped_yaml_in_the_real_launcher(tmp_path: Path) -> None:
+    """The others: test_parity.py."""
+    path = ROOT / "accelerate_configs" / "fsdp.yaml"
     (tmp_path / "rank.py").write_text(RANK)
     result = launch("--config_file", os.path.relpath(path, tmp_path), "rank.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -32,6 +32,8 @@ LAYERS = [
         "tensors",
         "bad_steps",
         "memory",
+        "units",
+        "communication",
     },
     {"accelerator", "metrics", "evaluate", "terminal", "checkpoint", "describe", "export"},
     {"run", "train"},
@@ -83,10 +85,10 @@ def test_every_recipe_yaml_parses() -> None:
 def test_every_accelerate_yaml_is_read_as_written() -> None:
     """O17: mixed_precision is a string in each."""
     paths = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-    assert {path.stem for path in paths} >= {"fsdp", "fsdp_fp32", "ddp"}
+    assert paths
     for path in paths:
         written = yaml.safe_load(path.read_text())
         assert isinstance(written["mixed_precision"], str), path
         placement = placement_from_yaml(path)
         assert placement.mixed_precision == written["mixed_precision"]
-        assert placement.num_processes == 2
+        assert placement.num_processes == {"single": 1, "fsdp_hybrid": 4, "fsdp1_hybrid": 4}.get(path.stem, 2)

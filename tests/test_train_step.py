@@ -100,6 +100,7 @@ def reference(max_grad_norm: float | None = None, count: int = 3, optim: OptimCo
         ("fsdp_fp32.yaml", 1, 8),
         ("fsdp_fp32.yaml", 1, 2),
         ("fsdp_fp32.yaml", 2, 4),
+        ("fsdp_fp32.yaml", 2, 2),
         ("fsdp_fp32.yaml", 2, 1),
         ("fsdp_fp32.yaml", 4, 2),
         ("ddp", 2, 2),
@@ -179,27 +180,15 @@ def test_bf16_is_close_to_fp32(pool: Any) -> None:
             assert all(p.dtype == torch.float32 for p in result["parameters"].values())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "environment"),
-    [
-        (2, {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}),
-        (2, {"FSDP_RESHARD_AFTER_FORWARD": "false"}),
-        (2, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}),
-        (2, {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}),
-        (
-            4,
-            {
-                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-                **{f"PARALLELISM_CONFIG_{axis}_SIZE": "1" for axis in ("TP", "CP", "SP")},
-                **{f"PARALLELISM_CONFIG_DP_{axis}_SIZE": "2" for axis in ("REPLICATE", "SHARD")},
-            },
-        ),
-    ],
-)
-def test_other_settings_of_the_yaml_change_nothing(pool: Any, world_size: int, environment: dict[str, str]) -> None:
-    """Wrapping, resharding, checkpointing, whole-model compile, HSDP 2 x 2."""
+PER_LAYER = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
+
+
+@pytest.mark.parametrize(("config", "environment"), [("fsdp_fp32.yaml", {}), ("fsdp_fp32.yaml", PER_LAYER), ("ddp.yaml", PER_LAYER)])
+def test_compilation_changes_nothing(pool: Any, config: str, environment: dict[str, str]) -> None:
+    """AOT_EAGER needs no C++ compiler and runs the same graph capture and partitioner. The other settings: test_parity.py."""
+    environment = environment | {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_MIXED_PRECISION": "no"}
     expected = reference()
-    for result in pool.run(steps, world_size=world_size, config="fsdp_fp32.yaml", environment=environment, micro_batch_size=2):
+    for result in pool.run(steps, config=config, environment=environment, micro_batch_size=2):
         assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
 

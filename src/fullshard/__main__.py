@@ -17,7 +17,7 @@ from fullshard.config import check_output_dir, gradient_accumulation_steps, reso
 from fullshard.errors import COMMAND_LINE, UserError, one_line_errors
 from fullshard.manifest import verify
 from fullshard.parsing import DEFAULT_RECIPE, parse_recipe
-from fullshard.sharding import placement_from_yaml
+from fullshard.sharding import check_sharding, placement_from_yaml
 
 RECIPE = "[--config RECIPE] [--section.key value ...]"
 USAGE = {
@@ -80,6 +80,7 @@ def _check(argv: list[str]) -> None:
 
     placement = placement_from_yaml(arguments.accelerate_config, num_processes=arguments.num_processes)
     recipe = resolve_batch(parse_recipe(rest), world_size=placement.num_processes)
+    check_sharding(recipe, placement)
     accumulation = gradient_accumulation_steps(recipe.train, world_size=placement.num_processes)
     if arguments.quiet:
         return

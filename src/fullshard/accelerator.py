@@ -7,8 +7,9 @@ FSDP over gloo; on a GPU nothing is changed. Whatever the device, what was asked
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,16 +22,19 @@ from accelerate.state import DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers import LlamaForCausalLM
 
-from fullshard.config import ShardingConfig
+from fullshard.config import DEFAULT_SHARDING, ShardingConfig
 from fullshard.errors import UserError, first_line
 from fullshard.fsdp1 import flat_units, free_gathered, mark_flat_pieces
 from fullshard.memory import count_cpu_memory
 from fullshard.model import canonical_name, canonical_parameters, materialise, module_materialiser, restore_rope_buffers
 from fullshard.sharding import Placement
+from fullshard.units import checkpoint_layers, set_prefetch, share_smaller_groups
 from fullshard.watchdog import record_nccl
 
 # By Accelerate's `mixed_precision`.
@@ -70,15 +74,14 @@ def build_accelerator(
         # Buffers, the rotary frequencies, stay fp32 under both.
         policy = MixedPrecision(**dtypes) if placement.fsdp_version == 1 else MixedPrecisionPolicy(**dtypes, output_dtype=None)
         fsdp_plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-    elif reduce_dtype != torch.float32:
-        fix = f"{placement.distributed_type} reduces gradients in fp32; write float32 or use an FSDP config"
-        raise UserError(f"sharding.reduce_dtype: {sharding.reduce_dtype}: {fix}")
     accelerator = Accelerator(
         fsdp_plugin=fsdp_plugin,
         log_with=trackers or None,
         project_dir=output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(init_method=RENDEZVOUS, timeout=timeout)],
     )
+    if placement.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        _scale_gradients_on_cpu(accelerator)
     _check(accelerator, placement)
     if (mesh := accelerator.torch_device_mesh) is not None:  # Its groups are made with torch's own timeout, 10 minutes under NCCL.
         for name in mesh.mesh_dim_names:
@@ -120,6 +123,14 @@ def _engage_on_cpu(placement: Placement, *, timeout: timedelta) -> None:
         PartialState._shared_state["device"] = torch.device("cpu")
 
 
+def _scale_gradients_on_cpu(accelerator: Accelerator) -> None:
+    """Accelerate's gradient scaler and autocast of fp16, which it leaves out on a CPU: the classes are those that it takes on a GPU."""
+    accelerator.native_amp = True
+    flat = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+    # None, the group that trains: the default was that group when torch was imported.
+    accelerator.scaler = ShardedGradScaler("cpu", process_group=None) if flat else torch.amp.GradScaler("cpu")
+
+
 def _check(accelerator: Accelerator, placement: Placement) -> None:
     """Stop unless the Accelerator is what was asked for. Silence here is N unsharded runs that look like one (PUBLIC_REPORTS L01)."""
     engaged = "MULTI_GPU" if accelerator.distributed_type == DistributedType.MULTI_CPU else accelerator.distributed_type.value
@@ -151,25 +162,38 @@ def _check(accelerator: Accelerator, placement: Placement) -> None:
         raise UserError("accelerate config: mixed_precision: fp16: no gradient scaler on this device, small gradients vanish; use bf16")
 
 
-def prepare_model(accelerator: Accelerator, model: LlamaForCausalLM, *, seed: int) -> nn.Module:
+def prepare_model(
+    accelerator: Accelerator, model: LlamaForCausalLM, *, seed: int, sharding: ShardingConfig = DEFAULT_SHARDING
+) -> nn.Module:
     """Wrap a meta model by Accelerate and give each rank its initialised part. The optimizer is built on the result.
 
     FSDP2 shards on meta and is materialised shard by shard, FSDP1 unit by unit; DDP and a single process hold the whole model and need it
-    before wrapping.
+    before wrapping. sharding: what `check_sharding` has found that the placement can honour.
     """
+    checkpoint_layers(model, sharding=sharding)
+    if sharding.reshard_after_forward_size is not None:
+        # Accelerate takes booleans alone, and hands to torch, which takes a number too, what is there.
+        accelerator.state.fsdp_plugin.reshard_after_forward = sharding.reshard_after_forward_size
     try:
         match accelerator.state.fsdp_plugin.fsdp_version if accelerator.distributed_type == DistributedType.FSDP else None:
             case 2:
+                if accelerator.state.fsdp_plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+                    _wrap_by_size(accelerator, model)
                 # Accelerate refuses a model without an optimizer, and re-binds an optimizer's parameters by data_ptr, which is 0 on meta
                 # for all: a real optimizer would be left with one parameter. So a placeholder goes in and is dropped.
                 placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
+                # Units inside a layer: transformers adds their outputs to the residual out of place, which is what torch warns to do.
+                warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
                 model, _ = accelerator.prepare(model, placeholder)
                 accelerator._optimizers.clear()
+                set_prefetch(model, sharding=sharding)
+                share_smaller_groups(model, timeout=accelerator.init_handler.timeout)
                 materialise(model, device=accelerator.device, seed=seed)
                 return model
             case 1:
                 accelerator.state.fsdp_plugin.param_init_fn = module_materialiser(model, device=accelerator.device, seed=seed)
-                wrapped = accelerator.prepare_model(model)
+                with _devices_of_this_machine(accelerator.device):
+                    wrapped = accelerator.prepare_model(model)
                 restore_rope_buffers(wrapped, device=accelerator.device)
                 mark_flat_pieces(wrapped)
                 return wrapped
@@ -182,6 +206,49 @@ def prepare_model(accelerator: Accelerator, model: LlamaForCausalLM, *, seed: in
         classes = ", ".join(sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())}))
         asked = ",".join(accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap or [])
         raise UserError(f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: {asked}: not in the model; choose from {classes}") from error
+
+
+def _wrap_by_size(accelerator: Accelerator, model: LlamaForCausalLM) -> None:
+    """SIZE_BASED_WRAP under FSDP2; Accelerate, which shards what is left over, passes over units that are there.
+
+    Its own policy counts what is inside a unit again for the module around it, up to the list of layers, which has no forward: it fails.
+    Here, as in FSDP1, a unit's parameters are those of no unit in it. Embedding and [norm, head] are units anyway.
+    """
+    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
+    plugin.auto_wrap_policy = None
+    units = [unit for layer in model.model.layers for unit in units_by_size(layer, min_num_params=plugin.min_num_params)[0]]
+    if not units:
+        largest = sum(p.numel() for p in model.model.layers[0].parameters())
+        fix = f"no part of a layer has so many, a layer has {largest:,}; lower it, or write fsdp_auto_wrap_policy: NO_WRAP"
+        raise UserError(f"fsdp_config.fsdp_min_num_params: {plugin.min_num_params}: {fix}")
+    for unit in units:
+        fully_shard(
+            unit,
+            mesh=mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
+            reshard_after_forward=plugin.reshard_after_forward,
+            mp_policy=plugin.mixed_precision_policy,
+            offload_policy=plugin.cpu_offload,
+        )
+
+
+def units_by_size(module: nn.Module, *, min_num_params: int) -> tuple[list[nn.Module], int]:
+    """(modules with that many parameters outside of the units in them, innermost first; parameters in none of them)."""
+    below = [units_by_size(child, min_num_params=min_num_params) for child in module.children()]
+    units = [unit for inner, _ in below for unit in inner]
+    left = sum(rest for _, rest in below) + sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    return ([*units, module], 0) if left >= min_num_params else (units, left)
+
+
+@contextmanager
+def _devices_of_this_machine(device: torch.device) -> Iterator[None]:
+    """FSDP1's HYBRID_SHARD asks how many devices a machine has, to shard over them. A CPU would be one: here it is the ranks on it."""
+    count = torch.cpu.device_count
+    if device.type == "cpu":
+        torch.cpu.device_count = lambda: int(os.environ["LOCAL_WORLD_SIZE"])
+    try:
+        yield
+    finally:
+        torch.cpu.device_count = count
 
 
 def fsdp_units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:

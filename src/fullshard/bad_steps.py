@@ -30,23 +30,31 @@ class BadSteps:
             "bad_steps.total": self._total,
         }
 
-    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """1.0 where this rank's loss or the gradient norm is not finite, or the norm is a spike; else 0.0. Scalars."""
-        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-        if self._spike_factor is not None:
-            spike = grad_norm > self._spike_factor * self._norms.nanmedian()
-            bad |= spike & (self._good >= LEAST_HISTORY)
-        return bad.float()
+    def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, *, loss_scale: torch.Tensor | None = None) -> torch.Tensor:
+        """[left_out, bad], each 1.0 or 0.0. The update is left out where this rank's loss or the gradient norm is not finite, or the norm
+        is a spike; that is bad, unless fp16 can still help itself.
 
-    def count(self, bad: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Take in a step. bad: scalar, > 0 where any rank has judged it so."""
-        is_bad = bad > 0
+        loss_scale: of fp16's gradient scaler, by which the gradients were multiplied. While it is above 1 a norm that is not finite says
+        that it was too large, as at the start of every such run, and it is halved. A gradient that overflows unscaled is bad.
+        """
+        left_out = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        bad = left_out.clone() if loss_scale is None else left_out & ~(torch.isfinite(loss) & (loss_scale > 1))
+        if self._spike_factor is not None:
+            spike = (grad_norm > self._spike_factor * self._norms.nanmedian()) & (self._good >= LEAST_HISTORY)
+            left_out |= spike
+            bad |= spike & torch.isfinite(grad_norm)
+        return torch.stack([left_out, bad]).float()
+
+    def count(self, left_out: torch.Tensor, bad: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Take in a step. left_out, bad: scalars, > 0 where any rank has judged it so."""
+        is_left_out, is_bad = left_out > 0, bad > 0
         place = (self._good % HISTORY).reshape(1)
-        kept = torch.where(is_bad, self._norms[place], grad_norm.reshape(1).float())
+        kept = torch.where(is_left_out, self._norms[place], grad_norm.reshape(1).float())
         self._norms.index_copy_(0, place, kept)
-        self._good += ~is_bad
+        self._good += ~is_left_out
         self._total += is_bad
-        self._in_a_row.add_(1).mul_(is_bad)
+        # An overflow among bad steps does not part them: the weights are still those before the first.
+        self._in_a_row.add_(is_bad | (self._in_a_row > 0)).mul_(is_left_out)
 
     def read(self) -> tuple[int, int]:
         """(bad steps in a row up to now, bad steps of the run). Waits for the device."""
@@ -59,10 +67,12 @@ class BadSteps:
         self._total.fill_(total)
 
 
-def skip_update(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
-    """Make the next step() of a fused AdamW leave weights, moments and its step count as they are where bad > 0.
+def step_unless(left_out: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """A step() of a fused AdamW, which leaves weights, moments and its step count as they are where left_out > 0: the kernels look at
+    `found_inf` on the device.
 
-    The kernels look at `found_inf` on the device; the gradient scaler of fp16, which sets it itself, overrides this.
+    Past Accelerate's wrapper, whose step() would let fp16's gradient scaler overrule this; the caller updates the scaler.
     """
-    inner: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper.
-    inner.grad_scale, inner.found_inf = None, (bad > 0).float()
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
+    inner.grad_scale, inner.found_inf = None, (left_out > 0).float()
+    inner.step()

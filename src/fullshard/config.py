@@ -216,6 +216,28 @@ class ShardingConfig:
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
+    forward_prefetch: PositiveInt | None = None
+    """Units gathered ahead of the one in use in forward, each held whole; null: none asked for, on a GPU the next one overlaps anyway."""
+    backward_prefetch: PositiveInt | None = None
+    """Units gathered ahead in backward, each held whole; null: one."""
+    reshard_after_forward_size: PositiveInt | None = None
+    """Ranks over which a unit stays sharded from its forward to its backward: a divisor of the shard size, such as the GPUs of a machine.
+    The gather in backward then stays among them, for 1/so many of the parameters in the compute type; null: all ranks."""
+    reshard_after_backward: bool = True
+    """Free a unit after its backward. False keeps all units whole from one micro batch to the next, and saves the gather in between."""
+    activation_checkpointing: Literal["none", "full", "every_n", "selective"] | None = None
+    """Decoder layers that keep their input alone and are computed again in backward: all, or the first of every so many. selective: each
+    layer keeps the outputs of its matrix products and attention, the rest is computed again. null: what the accelerate YAML says."""
+    activation_checkpointing_every: PositiveInt | None = None
+    """Layers of which the first is checkpointed (every_n only)."""
+    activation_checkpointing_offload: bool = False
+    """Keep the inputs of checkpointed layers in host memory until backward (full and every_n). Without a GPU that is the same memory."""
+    gradient_sync: Literal["every_step", "every_micro_batch"] | None = None
+    """When gradients are reduced over ranks. every_step: less communication; FSDP then holds the whole gradient, in reduce_dtype, on every
+    rank from one micro batch to the next. null: with FSDP every micro batch, with DDP, which holds it anyway, every step."""
+
+
+DEFAULT_SHARDING = ShardingConfig()
 
 
 @dataclass(frozen=True)
@@ -375,7 +397,21 @@ def check_recipe(recipe: Recipe) -> None:
             if not room:
                 fix = f"no room after optim.warmup_steps, {optim.warmup_steps}, in train.max_steps, {train.max_steps}"
             raise mistake(recipe, "optim.decay_steps", fix)
+    _check_checkpointing(recipe)
     _check_allowed_changes(recipe)
+
+
+def _check_checkpointing(recipe: Recipe) -> None:
+    sharding = recipe.sharding
+    kind = sharding.activation_checkpointing or "null"
+    if kind == "every_n" and sharding.activation_checkpointing_every is None:
+        raise mistake(recipe, "sharding.activation_checkpointing_every", "must be set with sharding.activation_checkpointing every_n")
+    if kind != "every_n" and sharding.activation_checkpointing_every is not None:
+        fix = f"not used by sharding.activation_checkpointing {kind}; remove it or choose every_n"
+        raise mistake(recipe, "sharding.activation_checkpointing_every", fix)
+    if sharding.activation_checkpointing_offload and kind not in ("full", "every_n"):
+        fix = f"not used by sharding.activation_checkpointing {kind}; remove it or choose full or every_n"
+        raise mistake(recipe, "sharding.activation_checkpointing_offload", fix)
 
 
 def _check_allowed_changes(recipe: Recipe) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 from torch.distributed.tensor import DTensor
 
-from fullshard.config import ModelConfig
+from fullshard.config import DEFAULT_SHARDING, ModelConfig, ShardingConfig
 
 GIB = 2**30
 
@@ -44,6 +44,8 @@ class MemoryUse:
     """Held by the allocator; on CPU, whose allocator keeps nothing back, the same as peak_allocated."""
     activations: int
     """Largest growth over one `forward()` block: what it left alive at its end, units that FSDP2 leaves gathered included."""
+    timeline: tuple[tuple[int, int], ...] = ()
+    """CPU only: (nanoseconds since the epoch, bytes allocated) after each allocation and each free."""
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -168,7 +170,7 @@ def _largest_growth(marks: list[int]) -> int:
 def _cpu_use(events: list, addresses: list[int]) -> MemoryUse:
     """Totals from allocation events in time order. `addresses`: the one-byte markers', first at the start, last at the end."""
     marks: list[int] = []
-    peak = 0
+    timeline: list[tuple[int, int]] = []
     waiting = iter(addresses)
     address = next(waiting)
     for event in sorted(events, key=lambda event: event.start_time_ns):
@@ -177,8 +179,15 @@ def _cpu_use(events: list, addresses: list[int]) -> MemoryUse:
             # Markers stay alive: `len(marks)` earlier ones and this one are no tensors of the program's.
             marks.append(allocation.total_allocated - len(marks) - 1)
             address = next(waiting, -1)
-        peak = max(peak, allocation.total_allocated - len(marks))
-    return MemoryUse(allocated=marks[-1], peak_allocated=peak, reserved=peak, activations=_largest_growth(marks[1:-1]))
+        timeline.append((event.start_time_ns, allocation.total_allocated - len(marks)))
+    peak = max(size for _, size in timeline)
+    return MemoryUse(
+        allocated=marks[-1],
+        peak_allocated=peak,
+        reserved=peak,
+        activations=_largest_growth(marks[1:-1]),
+        timeline=tuple(timeline),
+    )
 
 
 def parameter_counts(model: ModelConfig) -> dict[Literal["embedding", "layer", "tail", "total"], int]:
@@ -235,6 +244,7 @@ def predict_memory(
     wrapped: bool = True,
     document_mask: bool = False,
     flat: bool = False,
+    sharding: ShardingConfig = DEFAULT_SHARDING,
 ) -> dict[str, int]:
     """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
 
@@ -252,6 +262,12 @@ def predict_memory(
     with, from the second micro batch on, the gradients under each. Not wrapped: the model is one unit, gathered whole from
     forward to backward. Shards are padded to equal rows, which is left out.
     flat: FSDP1, see `_flat_peak`; shard_size 1 is its NO_SHARD.
+    sharding: what the recipe's section changes of that.
+      activation_checkpointing (activation_checkpointing: the accelerate YAML's own, full): `_kept_by_layers`. Its offload is left out.
+      forward_prefetch, backward_prefetch: so many units beside the one in use instead of one.
+      reshard_after_forward_size r: from forward to backward 1/r of each unit but the tail, in the compute type.
+      reshard_after_backward false: all that is gathered is still there at the last backward, from the second micro batch on.
+      gradient_sync every_step: the whole gradient, 4 P (2 P in bfloat16), in place of the gradients of earlier micro batches.
     """
     c = 4 if mixed_precision == "no" else 2
     counts = parameter_counts(model)
@@ -263,7 +279,9 @@ def predict_memory(
     largest = max(counts["embedding"], counts["layer"], counts["tail"]) if wrapped else counts["total"]
     reshard_after_forward = reshard_after_forward and wrapped
     if sharded:
-        gathered = 2 * c * largest if reshard_after_forward else c * counts["total"]
+        ahead = max(1, sharding.forward_prefetch or 1, sharding.backward_prefetch or 1)
+        whole = c * counts["total"]
+        gathered = min(whole, (1 + ahead) * c * largest) if reshard_after_forward else whole
         gathered_at_loss = c * counts["tail"] if reshard_after_forward else gathered
         reducing = (c + 4) * largest
     else:
@@ -274,11 +292,21 @@ def predict_memory(
     per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=document_mask)
     if flat:  # Accelerate returns FSDP1's logits in fp32.
         per_token |= {"head": per_token["head"] + (4 - c) * model.vocab_size, "logits": 4 * model.vocab_size}
-    layers = model.num_hidden_layers * ((c if sharded else 4) * model.hidden_size if activation_checkpointing else per_token["layer"])
-    recomputed = per_token["layer"] if activation_checkpointing else 0
+    kind = sharding.activation_checkpointing or ("full" if activation_checkpointing else "none")
+    layers, recomputed = _kept_by_layers(
+        model,
+        kind=kind,
+        every=sharding.activation_checkpointing_every or 1,
+        layer=per_token["layer"],
+        layer_input=(c if sharded else 4) * model.hidden_size,
+        compute_bytes=c,
+    )
     mask = c * tokens * sequence_length if document_mask else 0
     activations = mask + tokens * (layers + per_token["head"])
-    earlier = gradients if gradient_accumulation_steps > 1 else 0
+    several = gradient_accumulation_steps > 1
+    unreduced = {"float32": 4, "bfloat16": 2}[sharding.reduce_dtype] * counts["total"]
+    summed = unreduced if sharded and several and sharding.gradient_sync == "every_step" else gradients
+    earlier = summed if several else 0
     loss = activations + tokens * (8 * model.vocab_size - per_token["logits"])
     if flat:
         gathered, peak = _flat_peak(
@@ -293,10 +321,13 @@ def predict_memory(
             last_layer=tokens * (layers // model.num_hidden_layers - recomputed),
         )
     else:
+        held = 0
+        if sharding.reshard_after_forward_size is not None:
+            held = c * (counts["total"] - counts["tail"]) // sharding.reshard_after_forward_size
         peak = max(
-            earlier + loss + gathered_at_loss,
-            earlier + mask + tokens * (layers + recomputed) + gathered + reducing,
-            gradients + gathered + reducing,
+            earlier + loss + gathered_at_loss + held,
+            earlier + mask + tokens * (layers + recomputed) + gathered + held + reducing,
+            summed + (gathered if sharding.reshard_after_backward or not several else whole) + reducing,
         )
     return {
         "parameters": parameters,
@@ -306,6 +337,32 @@ def predict_memory(
         "activations": activations,
         "peak": parameters + optimizer + peak,
     }
+
+
+def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, layer_input: int, compute_bytes: int) -> tuple[int, int]:
+    """Bytes per token (that all layers keep from forward to backward, that are there beyond them where a layer's backward takes most).
+
+    layer: what autograd keeps of a layer; layer_input: its input. A checkpointed layer keeps its input, and has all of `layer` again in
+    its backward. every_n: layers 0, n, 2 n, ...; those after the last of them are gone by then. selective: the input and the outputs of
+    the seven linear layers and of attention, c (2 Q + 2 K + 2 H + 2 I) + 4 A; again come the rest of `layer`, of which v, the attention's
+    output, gate and up are among what was kept.
+    """
+    c, count, hidden = compute_bytes, model.num_hidden_layers, model.hidden_size
+    head = model.head_dim or hidden // model.num_attention_heads
+    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    match kind:
+        case "full":
+            return count * layer_input, layer
+        case "every_n":
+            checkpointed = -(-count // every)
+            kept = checkpointed * layer_input + (count - checkpointed) * layer
+            return kept, max(0, layer - (count - 1) % every * layer)
+        case "selective":
+            scores = 4 * model.num_attention_heads
+            kept = layer_input + c * (2 * query + 2 * key + 2 * hidden + 2 * model.intermediate_size) + scores
+            return count * kept, layer - c * (query + key + 2 * model.intermediate_size) - scores
+        case _:
+            return count * layer, 0
 
 
 def _flat_peak(

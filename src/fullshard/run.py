@@ -147,6 +147,7 @@ def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, in
         wrapped=placement.auto_wrap_policy != "NO_WRAP",
         document_mask=recipe.data.document_mask,
         flat=sharded and placement.fsdp_version == 1,
+        sharding=recipe.sharding,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fullshard.config import Recipe, divisors, mistake
 from fullshard.errors import COMMAND_LINE, UserError, shown
 from fullshard.parsing import load_yaml
 
@@ -43,7 +44,7 @@ FSDP_RULES: dict[str, Rule] = {
     "fsdp_version": (1, 2, "1", "2"),
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "fsdp_transformer_layer_cls_to_wrap": str,
-    "fsdp_min_num_params": range(ANY_SIZE),
+    "fsdp_min_num_params": range(1, ANY_SIZE),
     "fsdp_state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
     "fsdp_offload_params": BOOLEAN,
     "fsdp_cpu_ram_efficient_loading": (False,),
@@ -51,7 +52,7 @@ FSDP_RULES: dict[str, Rule] = {
 }
 # Keys that have an effect with one version of FSDP alone.
 FSDP1_RULES: dict[str, Rule] = {
-    "fsdp_sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    "fsdp_sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"),
     "fsdp_backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     "fsdp_forward_prefetch": BOOLEAN,
     "fsdp_use_orig_params": (True,),
@@ -103,10 +104,8 @@ SUCCESSORS = {
     "fsdp_reshard_after_forward": " (fsdp_sharding_strategy says it: FULL_SHARD or SHARD_GRAD_OP)",
 }
 # Values that the launcher takes and that are refused here: (key, value) -> reason.
-_HYBRID = "copies per machine, which Accelerate does not let one choose with FSDP1; write fsdp_version: 2 and a parallelism_config"
 REFUSED_VALUES = {
-    ("fsdp_sharding_strategy", "HYBRID_SHARD"): _HYBRID,
-    ("fsdp_sharding_strategy", "HYBRID_SHARD_ZERO2"): _HYBRID,
+    ("fsdp_sharding_strategy", "HYBRID_SHARD_ZERO2"): "not supported; write HYBRID_SHARD, or fsdp_version: 2 and a parallelism_config",
     ("fsdp_use_orig_params", False): "must be true: a flat parameter mixes matrices, which decay, with norms, which do not",
     ("fsdp_sync_module_states", True): "must be false: every rank derives the same weights from the seed",
 }
@@ -258,6 +257,9 @@ def _check_together(path: str | Path, checked: Mapping[str, Any]) -> None:
         if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
             key = "fsdp_config.fsdp_activation_checkpointing_offload"
             raise _mistake(path, key, True, "needs fsdp_activation_checkpointing: true")
+    machines = checked.get("num_machines", 1)
+    if checked.get("num_processes", machines) % machines:
+        raise _mistake(path, "num_processes", checked["num_processes"], f"must be a multiple of num_machines, {machines}")
     if dynamo and "dynamo_backend" not in dynamo:
         raise UserError(f"{path}: dynamo_config.dynamo_backend: missing: without it nothing is compiled; write INDUCTOR")
     if dynamo and "dynamo_backend" in checked:
@@ -297,6 +299,54 @@ def _yaml_of_command(words: list[str], folder: Path, env: Mapping[str, str]) -> 
     return next((path for path in (default, default.with_suffix(".json")) if path.is_file()), None)
 
 
+def check_sharding(recipe: Recipe, placement: Placement) -> None:
+    """Raises UserError where the placement cannot honour what the recipe's `sharding` section asks for: nothing there is ignored.
+
+    Without torch, so that it is told before anything is started.
+    """
+    sharding, kind = recipe.sharding, placement.distributed_type
+
+    def refuse(key: str, fix: str) -> UserError:
+        return mistake(recipe, f"sharding.{key}", fix)
+
+    if kind != "FSDP" and sharding.reduce_dtype != "float32":
+        raise refuse("reduce_dtype", f"{kind} reduces gradients in fp32; write float32 or use an FSDP config")
+    gathering = {
+        "forward_prefetch": sharding.forward_prefetch is not None,
+        "backward_prefetch": sharding.backward_prefetch is not None,
+        "reshard_after_forward_size": sharding.reshard_after_forward_size is not None,
+        "reshard_after_backward": not sharding.reshard_after_backward,
+    }
+    for key, asked in gathering.items():
+        if asked and (kind, placement.fsdp_version) != ("FSDP", 2):
+            twin = f"fsdp_{key} of the accelerate YAML is FSDP1's" if key.endswith("_prefetch") else "FSDP1 cannot do it"
+            raise refuse(key, f"FSDP2 only; {twin if kind == 'FSDP' else f'{kind} gathers no parameters'}; remove it")
+        if asked and placement.auto_wrap_policy == "NO_WRAP" and key != "reshard_after_backward":
+            raise refuse(key, "fsdp_auto_wrap_policy NO_WRAP leaves all layers in one unit, which stays whole; remove it")
+        if asked and not placement.reshard_after_forward and key in ("backward_prefetch", "reshard_after_forward_size"):
+            raise refuse(key, "fsdp_reshard_after_forward: false keeps units whole until backward; remove it or write true there")
+    if (size := sharding.reshard_after_forward_size) and size not in (fitting := divisors(placement.dp_shard_size)[1:-1]):
+        choices = f"choose from {', '.join(map(str, fitting))}" if fitting else "there is none; remove it"
+        fix = f"must divide the ranks of a shard, {placement.dp_shard_size}, and be neither 1 nor all of them: {choices}"
+        raise refuse("reshard_after_forward_size", fix)
+    if placement.activation_checkpointing and sharding.activation_checkpointing is not None:
+        fix = "the accelerate YAML checkpoints by itself (fsdp_activation_checkpointing: true); write false there or null here"
+        raise refuse("activation_checkpointing", fix)
+    if placement.activation_checkpointing and placement.fsdp_version == 2 and recipe.model.attention_dropout:
+        fix = "fsdp_activation_checkpointing of the accelerate YAML would drop others when it computes a layer again; write false there"
+        raise mistake(recipe, "model.attention_dropout", f"{fix}, and sharding.activation_checkpointing: full")
+    checkpointed = placement.activation_checkpointing or sharding.activation_checkpointing not in (None, "none")
+    smaller = placement.auto_wrap_policy == "SIZE_BASED_WRAP" or set(placement.transformer_cls_names_to_wrap) - {"LlamaDecoderLayer"}
+    if sharding.forward_prefetch and checkpointed and smaller:
+        fix = "units in a checkpointed layer would gather ahead in backward too, when it is computed again; remove it or wrap whole layers"
+        raise refuse("forward_prefetch", fix)
+    if sharding.gradient_sync is not None and kind == "NO":
+        raise refuse("gradient_sync", "NO is one process, which has nothing to reduce; remove it")
+    if sharding.gradient_sync == "every_step" and placement.fsdp_version == 1 and placement.mixed_precision != "no":
+        fix = f"FSDP1 would add micro batches up in {placement.mixed_precision}; write every_micro_batch or use fsdp_version: 2"
+        raise refuse("gradient_sync", fix)
+
+
 def check_launch(env: Mapping[str, str] | None = None) -> Placement:
     """Placement of this rank; the YAML that the launcher was given, if any, is checked first. UserError names the file where it can."""
     env = os.environ if env is None else env
@@ -322,12 +372,15 @@ def placement_from_environment(env: Mapping[str, str] | None = None) -> Placemen
 
 
 def environment_from_yaml(path: str | Path, *, num_processes: int | None = None) -> dict[str, str]:
-    """The environment in which `accelerate launch --config_file path` starts the ranks, as far as placement goes (and WORLD_SIZE)."""
+    """The environment in which `accelerate launch --config_file path` starts the ranks, as far as placement goes (and its sizes)."""
     checked = check_accelerate_yaml(path)
     kind = checked["distributed_type"]
     processes = num_processes or checked.get("num_processes") or (1 if kind == "NO" else None)
     if processes is None:
         raise UserError(f"{path}: num_processes: missing: write it, or pass --num_processes")
+    machines = checked.get("num_machines", 1)
+    if processes % machines:
+        raise _mistake(COMMAND_LINE, "--num_processes", processes, f"must be a multiple of num_machines, {machines}")
     dynamo = checked.get("dynamo_config", {})
     env = {
         "ACCELERATE_MIXED_PRECISION": checked.get("mixed_precision", "no"),
@@ -336,7 +389,7 @@ def environment_from_yaml(path: str | Path, *, num_processes: int | None = None)
         **{f"ACCELERATE_{key.upper()}": str(dynamo.get(key, False)) for key, rule in DYNAMO_RULES.items() if rule is BOOLEAN},
     }
     if kind != "NO":
-        env["WORLD_SIZE"] = str(processes)
+        env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines)}
     if kind == "FSDP":
         # Every other FSDP key goes to the ranks as FSDP_<KEY>, lower-cased where it is a boolean.
         names = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
@@ -378,13 +431,17 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
         raise _mistake(source, "fsdp_version", version, "must be 1 or 2")
     if flag("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"):
         raise _mistake(source, "fsdp_cpu_ram_efficient_loading", True, _META)
-    if (policy := env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()) == "SIZE_BASED_WRAP":
-        fix = "not supported: Accelerate 1.15 wraps the list of layers, which has no forward; use TRANSFORMER_BASED_WRAP"
-        raise _mistake(source, "fsdp_auto_wrap_policy", policy, fix)
+    policy = env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
+    if policy == "SIZE_BASED_WRAP" and version == "1":
+        raise _mistake(source, "fsdp_auto_wrap_policy", policy, "not supported with FSDP1; write fsdp_version: 2")
+    if policy == "SIZE_BASED_WRAP" and flag("FSDP_ACTIVATION_CHECKPOINTING", "false"):
+        fix = "goes around the classes that are wrapped, and SIZE_BASED_WRAP names none; use the recipe's sharding.activation_checkpointing"
+        raise _mistake(source, "fsdp_activation_checkpointing", True, fix)
     replicate, shard = 1, processes
     reshard_after_forward = flag("FSDP_RESHARD_AFTER_FORWARD", "true")
     if version == "1":
         strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()
+        strategies = ", ".join(FSDP1_RULES["fsdp_sharding_strategy"])  # type: ignore[arg-type]
         told: dict[str, str | bool] = {
             "fsdp_sharding_strategy": strategy,
             "fsdp_use_orig_params": flag("FSDP_USE_ORIG_PARAMS", "false"),
@@ -392,7 +449,7 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
         }
         for key, value in told.items():
             if value not in FSDP1_RULES[key]:  # type: ignore[operator]
-                raise _mistake(source, key, value, REFUSED_VALUES.get((key, value), "must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"))
+                raise _mistake(source, key, value, REFUSED_VALUES.get((key, value), f"must be one of {strategies}"))
         for key in ("FSDP_OFFLOAD_PARAMS", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             if flag(key, "false"):
                 raise _mistake(source, key.removeprefix("ACCELERATE_").lower(), True, "not supported with FSDP1; write fsdp_version: 2")
@@ -402,8 +459,14 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
             "backward_prefetch": env.get("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH").upper(),
             "forward_prefetch": flag("FSDP_FORWARD_PREFETCH", "false"),
         }
-        reshard_after_forward = strategy == "FULL_SHARD"
-        replicate, shard = (processes, 1) if strategy == "NO_SHARD" else (1, processes)
+        reshard_after_forward = strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        # FSDP1 under Accelerate has a copy per machine.
+        local = processes if strategy != "HYBRID_SHARD" else int(env.get("LOCAL_WORLD_SIZE", processes))
+        replicate, shard = (processes, 1) if strategy == "NO_SHARD" else (processes // local, local)
+        if strategy == "HYBRID_SHARD" and (replicate == 1 or shard == 1):
+            fix = f"a copy per machine, sharded inside it: nothing to do with machines x ranks = {replicate} x {shard}; write "
+            fix += "FULL_SHARD" if replicate == 1 else "NO_SHARD"
+            raise _mistake(source, "fsdp_sharding_strategy", strategy, fix)
     if flag("ACCELERATE_USE_PARALLELISM_CONFIG", "false"):
         replicate, shard = (int(env.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1")) for axis in ("REPLICATE", "SHARD"))
         for axis in ("TP", "CP", "SP"):
