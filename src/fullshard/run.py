@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from fullshard import __version__
 from fullshard.accelerator import check_precision, on_main, precision_policies
 from fullshard.checkpoint import Resume
-from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
+from fullshard.config import Recipe, gradient_accumulation_steps, mistake, recipe_to_dict
 from fullshard.evaluate import complete
 from fullshard.export import describe_export, export_model
 from fullshard.manifest import checkpoint_steps, checkpoints_folder
@@ -50,6 +51,10 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
 
     Call it when the checkpoint is loaded: until then the folder is as it was.
     """
+    if recipe.train.spike_factor is not None and placement.mixed_precision == "fp16":
+        raise mistake(
+            recipe, "train.spike_factor", "under fp16 the gradient scaler decides which updates are left out; remove it or use bf16"
+        )
     terminal = Terminal(main_process=accelerator.is_main_process)
     config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume)
     memory = _expected_memory(recipe=recipe, placement=placement)
@@ -157,8 +162,9 @@ def _open_run_folder(output_dir: Path, *, config: dict[str, Any], resume: Resume
     """
     if resume.folder is not None and resume.folder.resolve().parent == checkpoints_folder(output_dir).resolve():
         earlier = later_checkpoints(output_dir, resume.step)
+        earlier += [model] if (model := output_dir / "model").exists() else []  # Of fewer steps: it would pass for this run's.
     else:
-        names = ("config.yaml", "metrics.jsonl", "checkpoints", "documents", "model", "hang")
+        names = ("checkpoints", "config.yaml", "metrics.jsonl", "documents", "model", "hang")
         earlier = [path for name in names if (path := output_dir / name).exists()]
     kept = set_aside(output_dir, earlier)
     (output_dir / "config.yaml").write_text(yaml.safe_dump(_plain(config), sort_keys=False, width=140), encoding="utf-8")
@@ -178,7 +184,7 @@ def set_aside(output_dir: Path, paths: Sequence[Path]) -> Path | None:
     kept = output_dir / "previous" / str(max(taken, default=0) + 1)
     kept.mkdir(parents=True)
     for path in paths:
-        path.rename(kept / path.name)
+        shutil.move(path, kept / path.name)  # checkpoints may be a link to another disk.
     return kept
 
 
