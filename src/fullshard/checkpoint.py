@@ -40,7 +40,7 @@ from fullshard.config import Recipe, mistake, recipe_to_dict
 from fullshard.data import merge_positions
 from fullshard.errors import Complete, UserError, first_line, one_line
 from fullshard.export import export_checkpoint
-from fullshard.files import sync
+from fullshard.files import put_in_place, sync
 from fullshard.manifest import (
     FORMAT,
     LEFTOVERS,
@@ -385,12 +385,7 @@ class Saver:
             files |= record_files(partial, [STATE, ".metadata"], checksums=self._recipe.checkpoint.checksums)
             write_manifest(partial, step=state["step"], files=files)
             sync(partial)
-            replaced = final.with_name(f"{final.name}.old")
-            if final.exists():
-                final.rename(replaced)
-            partial.rename(final)
-            sync(final.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
+            put_in_place(partial, final)
 
     def _retain(self, keep: set[int]) -> None:
         """Delete what is outdated. Main process only, when the newer one is complete: what cannot be deleted is told, nothing more."""

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from fullshard.errors import COMMAND_LINE, UserError, first_line
-from fullshard.files import sync, write_whole
+from fullshard.files import settle_folder, sync, write_whole
 
 FORMAT = 2  # Of the folder: manifest.json, state.json and the tensors' names.
 STATE = "state.json"
@@ -122,10 +122,7 @@ def settle(folder: Path) -> None:
     """End in a checkpoints folder what was interrupted: a replacement, of which the new checkpoint has the name or the old one gets it
     back, and deletions. For the run that writes there. Raises OSError."""
     for replaced in folder.glob("step_*.old"):
-        if replaced.with_suffix("").exists():
-            shutil.rmtree(replaced, ignore_errors=True)  # What cannot go (an open file on NFS) is in nobody's way.
-        else:
-            replaced.rename(replaced.with_suffix(""))
+        settle_folder(replaced.with_suffix(""))
     for removed in folder.glob("step_*.removed"):
         shutil.rmtree(removed, ignore_errors=True)
 
