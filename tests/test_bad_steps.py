@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,20 +147,20 @@ def short_history(**arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_divergence_goes_back_and_leaves_the_data_out(pool: Any, tmp_path: Path, async_save: bool) -> None:
-    """Steps 4 and 5 are bad: the run goes back to step 2 and does 3 to 8 with the rows that come after those of step 5."""
+    """Steps 3 and 4 are bad: the run goes back to step 2 and does 3 to 8 with the rows that come after those of step 4."""
     recipe = with_train(recipe_for(tmp_path / "run", every=2, max_steps=8), max_bad_steps=2)
     recipe = with_checkpoint(recipe, async_save=async_save)
-    result = pool.run(with_faults, config="fsdp_fp32.yaml", recipe=recipe, fault="inf", rows=[3 * ROWS, 4 * ROWS])[0]
+    result = pool.run(with_faults, config="fsdp_fp32.yaml", recipe=recipe, fault="inf", rows=[2 * ROWS, 3 * ROWS])[0]
     assert result["error"] is None
     (said,) = [line for line in result["said"] if "rollback" in line]
-    assert "step 5: the last 2 updates were left out" in said
+    assert said.startswith("step 4: 2 updates in a row, up to that of step 4, were left out; back to ")
     assert said.endswith("step_00000002, the data since are left out: rollback 1 of 3")
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(1, 9))
     assert column(tmp_path / "run", "train/tokens_seen") == [step * ROWS * 32 for step in range(1, 9)]
     assert column(tmp_path / "run", "train/bad_steps") == [0, 0, 2, 2, 2, 2, 2, 2]
     assert column(tmp_path / "run", "train/rollbacks") == [0, 0, 1, 1, 1, 1, 1, 1]
     # The same as a run that is told to leave these rows out.
-    pool.run(leaving_out, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path / "other", max_steps=8), after=2 * ROWS, steps=3)
+    pool.run(leaving_out, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path / "other", max_steps=8), after=2 * ROWS, steps=2)
     assert column(tmp_path / "run", "train/loss") == column(tmp_path / "other", "train/loss")
     assert folders(tmp_path / "run") == ["step_00000004", "step_00000006", "step_00000008"]
 
@@ -180,22 +181,22 @@ def leaving_out(*, recipe: Recipe, after: int, steps: int) -> dict[str, Any]:
 def test_a_rollback_is_part_of_the_checkpoints(pool: Any, tmp_path: Path) -> None:
     """A run that is resumed after one counts on: tokens, rollbacks, bad steps."""
     recipe = with_train(recipe_for(tmp_path, every=2, max_steps=6), max_bad_steps=2)
-    pool.run(with_faults, config="fsdp_fp32.yaml", recipe=recipe, fault="inf", rows=[3 * ROWS, 4 * ROWS])
+    pool.run(with_faults, config="fsdp_fp32.yaml", recipe=recipe, fault="inf", rows=[2 * ROWS, 3 * ROWS])
     pool.run(run_steps, config="fsdp_fp32.yaml", recipe=with_train(with_checkpoint(recipe, resume="auto"), max_steps=8))
     assert column(tmp_path, "train/tokens_seen") == [step * ROWS * 32 for step in range(1, 9)]
     assert column(tmp_path, "train/rollbacks")[-1] == 1
     assert column(tmp_path, "train/bad_steps")[-1] == 2
 
 
-NONE, FIRST_TWO = "no checkpoint to go back to (checkpoint.every is 0)", "the last 2 updates were left out"
+NONE, FIRST_TWO = "no checkpoint to go back to (checkpoint.every is 0)", "2 updates in a row, "
 
 
 @pytest.mark.parametrize(
     ("options", "every", "rows", "said"),
     [
-        ({"on_divergence": "stop"}, 2, [3, 4], "the weights are those of step 3; stopped; lower optim.learning_rate"),
+        ({"on_divergence": "stop"}, 2, [2, 3], "up to that of step 4, were left out; stopped; lower optim.learning_rate"),
         ({}, 0, [0, 1], NONE),
-        ({"max_rollbacks": 1}, 2, [3, 4, 6, 7, 8, 9], "stopped after 1 rollbacks (train.max_rollbacks)"),
+        ({"max_rollbacks": 1}, 2, [2, 3, 6, 7, 8, 9], "stopped after 1 rollbacks (train.max_rollbacks)"),
     ],
 )
 def test_divergence_that_cannot_be_undone_stops_in_one_line(
@@ -217,3 +218,82 @@ def test_the_checkpoint_before_bad_steps_outlives_those_among_them(pool: Any, tm
     (said,) = [line for line in result["said"] if "rollback" in line]
     assert "step_00000002" in said
     assert folders(tmp_path) == ["step_00000006"]
+
+
+def test_what_is_logged_does_not_decide_what_is_trained_on(pool: Any, tmp_path: Path) -> None:
+    """Two bad steps between two logged ones, and a good one after them."""
+    for every in (1, 10):
+        recipe = with_train(recipe_for(tmp_path / f"{every}", every=2, max_steps=8), max_bad_steps=2)
+        recipe = replace(recipe, logging=replace(recipe.logging, every=every))
+        pool.run(with_faults, config="fsdp_fp32.yaml", recipe=recipe, fault="inf", rows=[2 * ROWS, 3 * ROWS])
+    losses = [{line["step"]: line["train/loss"] for line in lines(tmp_path / run)} for run in ("1", "10")]
+    assert losses[1] == {step: losses[0][step] for step in losses[1]}
+    assert lines(tmp_path / "10")[-1]["train/rollbacks"] == 1
+
+
+def test_a_row_of_bad_steps_is_remembered_until_it_is_asked_for() -> None:
+    bad_steps = BadSteps(spike_factor=None, device=torch.device("cpu"))
+
+    def count(norms: list[float]) -> tuple[int, int]:
+        for norm in norms:
+            bad_steps.count(bad_steps.judge(torch.tensor(1.0), torch.tensor(norm)), torch.tensor(norm))
+        return bad_steps.longest()
+
+    bad = float("inf")
+    assert count([1.0, bad, bad, bad, 1.0, 1.0, bad]) == (3, 3)
+    assert count([bad, bad, 1.0]) == (3, 1), "one that had begun before"
+    assert count([1.0, 1.0])[0] == 0
+    assert count([1.0, bad]) == (1, 0)
+
+
+def test_a_stop_right_after_a_rollback_keeps_it(pool: Any, tmp_path: Path) -> None:
+    """Otherwise the next start does the bad steps again, without counting. Also where the checkpoint was another run's."""
+    first = recipe_for(tmp_path / "first", every=2, max_steps=2)
+    pool.run(run_steps, config="fsdp_fp32.yaml", recipe=first)
+    resume = str(tmp_path / "first" / "checkpoints" / "step_00000002")
+    recipe = with_train(recipe_for(tmp_path / "run", resume=resume, max_steps=6), max_bad_steps=2)
+    results = pool.run(stopped_after_rollback, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, rows=[2 * ROWS, 3 * ROWS])
+    assert "stopped after step 2 by SIGTERM; saved" in results[0]["error"]
+    assert folders(tmp_path / "run") == ["step_00000002"]
+    pool.run(run_steps, config="fsdp_fp32.yaml", recipe=with_checkpoint(recipe, resume="auto"))
+    assert column(tmp_path / "run", "train/rollbacks") == [1] * 4
+    assert column(tmp_path / "run", "train/tokens_seen") == [step * ROWS * 32 for step in (3, 4, 5, 6)]
+
+
+def stopped_after_rollback(*, recipe: Recipe, rows: list[int]) -> dict[str, Any]:
+    import os
+    import signal
+
+    from fullshard import train
+
+    roll_back = train._roll_back
+
+    def then_stopped(*arguments: Any, **options: Any) -> None:
+        roll_back(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(train, "_roll_back", then_stopped):
+        return with_faults(recipe=recipe, fault="inf", rows=rows)
+
+
+def test_a_run_that_stops_waits_for_the_save_under_way(pool: Any, tmp_path: Path) -> None:
+    """Closing the log destroys the process groups; the save before the bad steps would be lost with them."""
+    recipe = with_train(recipe_for(tmp_path, every=2, max_steps=6), max_bad_steps=2, on_divergence="stop")
+    results = pool.run(slow_saves, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, rows=[2 * ROWS, 3 * ROWS])
+    assert "stopped; lower" in results[0]["error"]
+    assert folders(tmp_path) == ["step_00000002"]
+
+
+def slow_saves(*, recipe: Recipe, rows: list[int]) -> dict[str, Any]:
+    import time
+
+    from fullshard import checkpoint
+
+    save = checkpoint.dcp.save
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(3)
+        return save(*arguments, **options)
+
+    with mock.patch.object(checkpoint.dcp, "save", slow):
+        return with_faults(recipe=recipe, fault="inf", rows=rows)

@@ -117,11 +117,12 @@ def run_steps(*, recipe: Recipe, lost_at: int | None = None, lost_ranks: tuple[i
     )
     placement = placement_from_environment()
     run = start(recipe=recipe, placement=placement, accelerator=accelerator, model=parts["model"], resume=resume)
+    held_out = torch.ones(recipe.evaluation.max_rows, 33, dtype=torch.int64)
     said: list[str] = []
     run.terminal.say = said.append
     error = None
     try:
-        train(recipe=recipe, placement=placement, **parts, batches=batches, held_out=torch.empty(0, 33), run=run, resume=resume)
+        train(recipe=recipe, placement=placement, **parts, batches=batches, held_out=held_out, run=run, resume=resume)
     except UserError as caught:
         error = str(caught)
     return {
@@ -175,7 +176,7 @@ def test_position_and_step_are_plain_json(straight: Any) -> None:
     state = json.loads((straight[0] / "checkpoints" / "step_00000003" / "state.json").read_text())
     assert state["step"] == 3
     assert state["position"] == {"rows": 24, "streams": {str(s): 3 for s in range(STREAMS)}, "order": {}}
-    assert (state["seed"], state["num_processes"]) == (7, 2)
+    assert (state["recipe"]["seed"], state["num_processes"], state["tokens_seen"]) == (7, 2, 24 * 32)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +390,7 @@ def saving(recipe: Recipe, parts: dict[str, Any]) -> Any:
     )
 
     def save(step: int) -> None:
-        values = {"skipped_rows": 0, "rollbacks": 0, "wandb_id": None}
+        values = {"tokens_seen": 0, "rollbacks": 0, "wandb_id": None}
         state = {name: parts[name] for name in ("model", "optimizer", "bad_steps")}
         saver.save(**state, step=step, position={"rows": step, "streams": {}, "order": {}}, values=values)
         saver.finish()

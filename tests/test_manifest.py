@@ -132,7 +132,7 @@ def test_no_bit_of_the_manifest_can_change_unseen(tmp_path: Path) -> None:
     for bit in range(len(text) * 8):
         flip(path / MANIFEST, bit)
         if faults(path, hashes=False):
-            with pytest.raises(UserError, match=re.escape(f"{path}/{MANIFEST}: ")):
+            with pytest.raises(UserError, match=re.escape(f"{MANIFEST}: ")):
                 read_manifest(path)
         else:
             unseen += 1
@@ -179,7 +179,7 @@ def test_a_manifest_that_is_not_the_checkpoints(act: Callable[[Path], object], l
     assert found[0].startswith(f"{MANIFEST}: {line}")
     with pytest.raises(UserError) as error:
         read_manifest(path)
-    assert str(error.value) == f"{path}/{found[0]}"
+    assert str(error.value) == found[0]
 
 
 def test_the_manifest_of_another_run_at_the_same_step(tmp_path: Path) -> None:

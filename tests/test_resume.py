@@ -216,13 +216,20 @@ def test_a_complete_run_has_nothing_to_do(pool: Any, saved_run: Path) -> None:
 
 
 def test_a_launch_that_was_started_again_goes_on_whatever_resume_says(pool: Any, saved_run: Path, tmp_path: Path) -> None:
-    """`accelerate launch --max_restarts`: `never` and a path are about how the launch began."""
-    shutil.copytree(saved_run, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
-    for resume in ("never", str(saved_run / "checkpoints" / "step_00000002")):
-        recipe = recipe_for(tmp_path / "run", resume=resume, model=DROPOUT)
-        environment = {"TORCHELASTIC_RESTART_COUNT": "1"}
-        assert pool.run(finding, config="fsdp_fp32.yaml", environment=environment, recipe=recipe) == ["step 4"] * 2
+    """`accelerate launch --max_restarts`: `never` and a path are about how the launch began, and hold until it has saved something."""
+    environment = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    for saved_here in (True, False):
+        shutil.copytree(saved_run, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+        state = tmp_path / "run" / "checkpoints" / "step_00000004" / "state.json"
+        if not saved_here:
+            for path in (state, state.parents[1] / "step_00000002" / "state.json"):
+                path.write_text(json.dumps(json.loads(path.read_text()) | {"launch": "another"}))
+        for resume, expected in (("never", 0), (str(saved_run / "checkpoints" / "step_00000002"), 2)):
+            recipe = recipe_for(tmp_path / "run", resume=resume, model=DROPOUT)
+            found = pool.run(finding, config="fsdp_fp32.yaml", environment=environment, recipe=recipe)
+            assert found == [f"step {4 if saved_here else expected}"] * 2
+        shutil.rmtree(tmp_path / "run")
 
 
 def without_a_random_state(*, recipe: Recipe) -> str:
@@ -260,10 +267,10 @@ def failing_saves(*, recipe: Recipe, steps: tuple[int, ...]) -> dict[str, Any]:
 
     call = checkpoint._dcp
 
-    def full(function: Any, tensors: Any, *, place: str, **options: Any) -> None:
+    def full(function: Any, tensors: Any, *, place: str, **options: Any) -> Any:
         if function is checkpoint.dcp.save and any(f"step_{step:08d}" in place for step in steps) and "rng.1.cpu" in tensors:
             tensors = tensors | {"rng.1.cpu": Unwritable(torch.zeros(1))}
-        call(function, tensors, place=place, **options)
+        return call(function, tensors, place=place, **options)
 
     with mock.patch.object(checkpoint, "_dcp", full):
         return run_steps(recipe=recipe)
@@ -292,6 +299,119 @@ def test_a_save_that_fails_is_told_and_ends_or_does_not_end_the_run(
         assert f"{line}; training goes on" in results[0]["said"]
         assert column(tmp_path, "train/loss") == column(saved_run, "train/loss")
         assert folders(tmp_path) == ["step_00000002", "step_00000006"]
+
+
+def broken_saves(*, recipe: Recipe) -> dict[str, Any]:
+    """run_steps in which step 4 cannot be saved."""
+    from fullshard import checkpoint
+
+    save = checkpoint.dcp.save
+
+    def broken(tensors: Any, *, storage_writer: Any, **options: Any) -> Any:
+        index = save(tensors, storage_writer=storage_writer, **options)
+        if "step_00000004" not in str(storage_writer.path):
+            return index
+        # What a disk that is full amid a record ends in.
+        error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+        raise checkpoint.CheckpointException("write", {1: (error, None)})  # type: ignore[dict-item]
+
+    with mock.patch.object(checkpoint.dcp, "save", broken):
+        return run_steps(recipe=recipe)
+
+
+@pytest.mark.parametrize("environment", [{}, FULL])
+def test_a_disk_that_is_full_amid_a_record_is_one_line_too(pool: Any, tmp_path: Path, environment: dict[str, str]) -> None:
+    recipe = with_checkpoint(recipe_for(tmp_path, every=2), on_failure="warn")
+    results = pool.run(broken_saves, config="fsdp_fp32.yaml", environment=environment, timeout=60, recipe=recipe)
+    line = f"{tmp_path / 'checkpoints' / 'step_00000004'}: cannot be saved: rank 1: [enforce fail at inline_container.cc:672]"
+    assert [said for said in results[0]["said"] if said.startswith(line)]
+    assert folders(tmp_path) == ["step_00000002", "step_00000006"]
+
+
+def forgotten(*, recipe: Recipe) -> dict[str, Any]:
+    """run_steps in which rank 1 does not say what it has written."""
+    from fullshard import checkpoint
+
+    record = checkpoint.record_files
+
+    def records(folder: Path, names: list[str], **options: Any) -> Any:
+        return record(folder, [name for name in names if not name.startswith("__1_")], **options)
+
+    with mock.patch.object(checkpoint, "record_files", records):
+        return run_steps(recipe=recipe)
+
+
+def test_a_manifest_that_lacks_a_file_of_the_index_is_not_written(pool: Any, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"RuntimeError: .*the index has .* written are"):
+        pool.run(forgotten, config="fsdp_fp32.yaml", timeout=60, recipe=recipe_for(tmp_path, every=2))
+    assert folders(tmp_path) == []
+
+
+def with_a_folder_that_stays(*, recipe: Recipe) -> dict[str, Any]:
+    from fullshard import checkpoint
+
+    with mock.patch.object(checkpoint, "remove", side_effect=OSError(16, "Device or resource busy")):
+        return run_steps(recipe=recipe)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(pool: Any, tmp_path: Path) -> None:
+    recipe = with_checkpoint(recipe_for(tmp_path, every=2), keep_last=1, on_failure="stop")
+    result = pool.run(with_a_folder_that_stays, config="fsdp_fp32.yaml", recipe=recipe)[0]
+    assert result["error"] is None
+    line = f"{tmp_path / 'checkpoints' / 'step_00000002'}: cannot be deleted: [Errno 16] Device or resource busy"
+    assert line in result["said"]
+    assert folders(tmp_path) == ["step_00000002", "step_00000004", "step_00000006"]
+
+
+def test_the_export_of_fewer_steps_is_set_aside(pool: Any, saved_run: Path, tmp_path: Path) -> None:
+    """A run that goes on and is killed before its own export would pass for exported."""
+    shutil.copytree(saved_run, tmp_path / "run")
+    (tmp_path / "run" / "model").mkdir()
+    pool.run(run_steps, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path / "run", resume="auto", model=DROPOUT, max_steps=7))
+    assert not (tmp_path / "run" / "model").exists()
+    assert [path.name for path in (tmp_path / "run" / "previous" / "1").iterdir()] == ["model"]
+
+
+def asked_to_stop(*, recipe: Recipe, where: str, at: int) -> dict[str, Any]:
+    """run_steps in which rank 1 gets a SIGTERM at step `at`: in evaluation, or while the step is trained."""
+    import os
+    import signal
+
+    from accelerate import PartialState
+
+    from fullshard import train
+
+    calls = {"train_step": 0, "evaluate": 0}
+
+    def hit(name: str, call: Any) -> Any:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            calls[name] += 1
+            if name == where and calls[name] == at and PartialState().process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return call(*arguments, **options)
+
+        return mock.patch.object(train, name, wrapped)
+
+    with hit("train_step", train.train_step), hit("evaluate", train.evaluate):
+        return run_steps(recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("where", "at", "step", "evaluations"), [("evaluate", 2, 2, 1), ("train_step", 4, 4, 3), ("train_step", 6, 6, 5), ("evaluate", 6, 6, 5)]
+)
+def test_a_signal_on_one_rank_saves_the_step_that_is_done(
+    pool: Any, tmp_path: Path, where: str, at: int, step: int, evaluations: int
+) -> None:
+    """R18, R20: nobody else would save, and an evaluation is broken off. After the last step the run is done, and saved all the same."""
+    recipe = with_train(recipe_for(tmp_path, every=0), max_steps=6)
+    recipe = replace(recipe, evaluation=replace(recipe.evaluation, every=1, max_rows=4))
+    results = pool.run(asked_to_stop, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, where=where, at=at)
+    folder = tmp_path / "checkpoints" / f"step_{step:08}"
+    said = f"stopped after step {step} by SIGTERM; saved {folder}, continue with --checkpoint.resume auto"
+    assert [result["error"] for result in results] == [said if step < 6 else None] * 2
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, step + 1))
+    assert sum("eval/loss" in line for line in lines(tmp_path)) == evaluations
+    assert folders(tmp_path) == [f"step_{step:08}"]
 
 
 def evaluated_before_loading(*, recipe: Recipe) -> dict[str, Any]:

@@ -19,7 +19,10 @@ class BadSteps:
     def __init__(self, *, spike_factor: float | None, device: torch.device) -> None:
         self._spike_factor = spike_factor
         self._norms = torch.full((HISTORY,), torch.nan, device=device)
-        self._good, self._in_a_row, self._total = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+        # Good steps, bad ones in a row up to now, bad ones in all, the longest row since `longest` was asked, steps since its end.
+        self._good, self._in_a_row, self._total, self._longest, self._since = (
+            torch.zeros((), dtype=torch.int64, device=device) for _ in range(5)
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live state by name, for a checkpoint."""
@@ -28,6 +31,8 @@ class BadSteps:
             "bad_steps.good": self._good,
             "bad_steps.in_a_row": self._in_a_row,
             "bad_steps.total": self._total,
+            "bad_steps.longest": self._longest,
+            "bad_steps.since": self._since,
         }
 
     def judge(self, loss: torch.Tensor, grad_norm: torch.Tensor, *, loss_scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,15 +60,26 @@ class BadSteps:
         self._total += is_bad
         # An overflow among bad steps does not part them: the weights are still those before the first.
         self._in_a_row.add_(is_bad | (self._in_a_row > 0)).mul_(is_left_out)
+        is_longest = self._in_a_row > self._longest
+        self._since.add_(1).mul_(~is_longest)
+        self._longest.copy_(torch.maximum(self._longest, self._in_a_row))
 
     def read(self) -> tuple[int, int]:
         """(bad steps in a row up to now, bad steps of the run). Waits for the device."""
         in_a_row, total = torch.stack([self._in_a_row, self._total]).tolist()
         return in_a_row, total
 
+    def longest(self) -> tuple[int, int]:
+        """(longest row of bad steps since this was asked last, one that goes on included; steps since its end). Waits for the device."""
+        longest, since = torch.stack([self._longest, self._since]).tolist()
+        self._longest.copy_(self._in_a_row)
+        self._since.zero_()
+        return longest, since
+
     def begin_anew(self, *, total: int) -> None:
         """After a rollback: nothing is bad yet, and `total` steps of the run were."""
-        self._in_a_row.zero_()
+        for count in (self._in_a_row, self._longest, self._since):
+            count.zero_()
         self._total.fill_(total)
 
 

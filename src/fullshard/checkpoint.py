@@ -4,7 +4,7 @@
 torch.distributed.checkpoint: with SHARDED_STATE_DICT each rank its shards, with FULL_STATE_DICT rank 0 all of it. Tensors have canonical
 names and whole shapes, so that FSDP, DDP and a single process, compiled or with activation checkpointing, read each other's. Everything
 else is in state.json; manifest.json has size and checksum of every file. Tensor files are read as weights only; the index that
-torch.distributed.checkpoint keeps in `.metadata` is a pickle of its own, read after its checksum was checked.
+torch.distributed.checkpoint keeps in `.metadata` is a pickle of its own, read after its checksum was checked where there is one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
@@ -39,9 +40,10 @@ from fullshard.config import Recipe, mistake, recipe_to_dict
 from fullshard.data import merge_positions
 from fullshard.errors import Complete, UserError, first_line, one_line
 from fullshard.export import export_checkpoint
-from fullshard.files import sync
+from fullshard.files import put_in_place, sync
 from fullshard.manifest import (
     FORMAT,
+    LEFTOVERS,
     STATE,
     FileRecord,
     checkpoint_steps,
@@ -56,6 +58,9 @@ from fullshard.manifest import (
 from fullshard.model import canonical_parameters
 from fullshard.sharding import Placement
 from fullshard.tensors import restore_tensors, training_tensors
+
+# Known: a single process. Once, since filters are the process's and saves are written in a thread.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,10 @@ class Resume:
     """Of the data, all ranks' parts together; None at the beginning."""
     num_processes: int | None = None
     """That saved it."""
-    skipped_rows: int = 0
-    """Rows of the data that rollbacks have left out."""
+    tokens_seen: int = 0
+    """That the weights have learned from."""
+    device: str | None = None
+    """Type of the device that it was saved on."""
     rollbacks: int = 0
     """Done in the run so far."""
     wandb_id: str | None = None
@@ -88,7 +95,8 @@ def find_checkpoint(*, recipe: Recipe, accelerator: Accelerator) -> Resume:
     """What `checkpoint.resume` means: the same on every rank. Collective; each rank checks its share of the files.
 
     Raises UserError where it names no checkpoint, or one that is damaged or does not continue with this recipe, and Complete where nothing
-    is left to do. A launch that `accelerate launch --max_restarts` has started again goes on from what it has saved, whatever the key says.
+    is left to do. Ranks that `accelerate launch --max_restarts` has started again go on from what this launch has saved, whatever the key
+    says.
     """
     steps = on_main(accelerator, lambda: _candidates(recipe))
     return newest_whole(steps, recipe=recipe, accelerator=accelerator) or Resume(schedule_steps=recipe.train.max_steps)
@@ -109,9 +117,10 @@ def newest_whole(folders: list[Path], *, recipe: Recipe, accelerator: Accelerato
 
 
 def _candidates(recipe: Recipe) -> list[Path]:
-    settle(checkpoints_folder(recipe.output_dir))
-    own = list(checkpoint_steps(recipe.output_dir).values())
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and own:
+    with _file_errors(f"{checkpoints_folder(recipe.output_dir)}: cannot be read"):
+        settle(checkpoints_folder(recipe.output_dir))
+        own = list(checkpoint_steps(recipe.output_dir).values())
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and any(_launch_of(folder) == _launch() for folder in own):
         return own
     match recipe.checkpoint.resume:
         case "never":
@@ -120,9 +129,23 @@ def _candidates(recipe: Recipe) -> list[Path]:
             return own
         case path:
             folder = Path(path).expanduser()
-            if not (folder / STATE).is_file():
+            if not (folder / STATE).is_file() or folder.suffix in LEFTOVERS:
                 raise mistake(recipe, "checkpoint.resume", "not a checkpoint; name a folder <output_dir>/checkpoints/step_*, auto or never")
             return [folder]
+
+
+def _launch() -> str:
+    """The launcher that this process is of, the same for all its restarts."""
+    launcher = psutil.Process(os.getppid())
+    return f"{launcher.pid} {launcher.create_time()}"
+
+
+def _launch_of(folder: Path) -> str | None:
+    """That saved a checkpoint; None where it does not say."""
+    try:
+        return str(json.loads((folder / STATE).read_text(encoding="utf-8"))["launch"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _read(recipe: Recipe, folder: Path, notes: Iterable[str]) -> Resume:
@@ -152,7 +175,8 @@ def _read(recipe: Recipe, folder: Path, notes: Iterable[str]) -> Resume:
         position=position,
         num_processes=state["num_processes"],
         schedule_steps=length,
-        skipped_rows=state["skipped_rows"],
+        tokens_seen=state["tokens_seen"],
+        device=state["device"],
         rollbacks=state["rollbacks"],
         wandb_id=state["wandb_id"] if _own(folder, recipe) else None,
         scaler=state["scaler"],
@@ -177,12 +201,13 @@ def load_checkpoint(
 ) -> None:
     """Put weights, moments, schedule and random states where the run starts: at the checkpoint, or at the seed. Collective.
 
-    Exact; at another number of processes each rank reads what its shards need, and dropout is drawn from the seed and the step. Learning
+    Exact; at another number of processes each rank reads what its shards need, and dropout is drawn from the seed and the step, as on
+    another kind of device. Learning
     rate, betas and decay are the recipe's. Raises UserError on every rank where the model has other parameters than the checkpoint, or
     where it cannot be read.
     """
     # Dropout: other numbers on each rank, the same in each run.
-    set_seed((recipe.seed + resume.step) % 2**32, device_specific=True)
+    set_seed((recipe.seed + resume.step) % (2**32 - accelerator.num_processes), device_specific=True)
     folder = resume.folder
     if folder is None:
         return
@@ -191,7 +216,7 @@ def load_checkpoint(
     _allocate_moments(model, optimizer)
     tensors = training_tensors(model, optimizer)
     needed = tensors | bad_steps.tensors()
-    if resume.num_processes == accelerator.num_processes:
+    if (resume.num_processes, resume.device) == (accelerator.num_processes, accelerator.device.type):
         needed |= _random_states(accelerator)
     from_all(accelerator, lambda: _check_names(folder, metadata, needed))  # Of the random states each rank needs its own.
     _dcp(dcp.load, needed, place=place, no_dist=accelerator.num_processes == 1, storage_reader=dcp.FileSystemReader(folder))
@@ -214,7 +239,17 @@ class Saver:
     same on every rank, though each may see it at another step.
     """
 
-    def __init__(self, *, recipe: Recipe, placement: Placement, accelerator: Accelerator, resume: Resume) -> None:
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        placement: Placement,
+        accelerator: Accelerator,
+        resume: Resume,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """say: prints a line; called on the main process, in the thread."""
+        self._say = say
         self._recipe, self._placement, self._accelerator, self._resume = recipe, placement, accelerator, resume
         self._group = host_group(accelerator, longest_wait_s=recipe.train.timeout_seconds)
         self._full = placement.distributed_type == "FSDP" and placement.state_dict_type == "FULL_STATE_DICT"
@@ -222,7 +257,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.step: int | None = resume.step if resume.folder is not None and _own(resume.folder, recipe) else None
-        """Of the last save that was begun, or of the checkpoint that the run was resumed from."""
+        """Of the last save, or of the checkpoint of this folder that the run was resumed from; None after a failure or a rollback."""
         self.saved_step = self.step
         """Of the newest one that is complete, as far as this rank knows."""
 
@@ -255,7 +290,8 @@ class Saver:
             "format": FORMAT,
             "step": step,
             "position": merge_positions(gather_object([position])),
-            "seed": self._recipe.seed,
+            "device": self._accelerator.device.type,
+            "launch": _launch(),
             "num_processes": self._accelerator.num_processes,
             "distributed_type": self._placement.distributed_type,
             "state_dict_type": self._placement.state_dict_type,
@@ -291,25 +327,35 @@ class Saver:
                 self._error, self.step = None, None
                 raise error
 
+    def close(self) -> None:
+        """Wait until nothing is written any more, whatever comes of it. Before the process group goes: a save would be lost with it."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _write(self, *, tensors: dict[str, torch.Tensor], state: dict[str, Any], retain_all: bool) -> None:
         """In the thread. Everything goes to step_XXXXXXXX.tmp, is synced to disk, and is then renamed."""
         final = self.folder(state["step"])
         partial = final.with_name(f"{final.name}.tmp")
         place = f"{final}: cannot be saved"
         main, group = self._accelerator.is_main_process, self._group
+        if self._accelerator.device.type == "cuda":  # A new thread's device is the first one, and torch copies on its stream.
+            torch.cuda.set_device(self._accelerator.device)
         # This thread's alone. torch.load looks at no CRC32, and to compute them takes a third of the save.
         torch.serialization.set_crc32_options(False)
         try:
             on_main(self._accelerator, lambda: _make_folder(partial, place=place), group=group)
             writer = dcp.FileSystemWriter(partial, sync_files=True)  # Each file to disk before it says so.
             if self._full:
-                on_main(self._accelerator, lambda: _dcp(dcp.save, tensors, place=place, no_dist=True, storage_writer=writer), group=group)
+                index = on_main(
+                    self._accelerator, lambda: _dcp(dcp.save, tensors, place=place, no_dist=True, storage_writer=writer), group=group
+                )
             else:
-                _dcp(dcp.save, tensors, place=place, no_dist=group is None, process_group=group, storage_writer=writer)
-            names = [] if self._full and not main else [path.name for path in partial.glob(f"__{self._accelerator.process_index}_*")]
+                index = _dcp(dcp.save, tensors, place=place, no_dist=group is None, process_group=group, storage_writer=writer)
+            listed = {entry.relative_path for entry in index.storage_data.values()}
+            names = [name for name in listed if name.startswith(f"__{self._accelerator.process_index}_")]
             written = from_all(self._accelerator, lambda: self._record(partial, names, place=place), group=group)
             keep = {self._resume.step} if self._resume.folder is not None and _own(self._resume.folder, self._recipe) else set()
-            on_main(self._accelerator, lambda: self._commit(partial, final, state, written, place=place), group=group)
+            on_main(self._accelerator, lambda: self._commit(partial, final, state, written, listed, place=place), group=group)
             self.saved_step = state["step"]
             if not retain_all:
                 on_main(self._accelerator, lambda: self._retain(keep), group=group)
@@ -322,9 +368,13 @@ class Saver:
         with _file_errors(f"{place}: rank {self._accelerator.process_index}"):
             return record_files(partial, names, checksums=self._recipe.checkpoint.checksums)
 
-    def _commit(self, partial: Path, final: Path, state: dict[str, Any], written: list[dict[str, FileRecord]], *, place: str) -> None:
+    def _commit(
+        self, partial: Path, final: Path, state: dict[str, Any], written: list[dict[str, FileRecord]], listed: set[str], *, place: str
+    ) -> None:
         """Make the written folder the checkpoint. Main process only, when all ranks have written."""
         files = {name: record for part in written for name, record in part.items()}
+        if listed != set(files):
+            raise RuntimeError(f"{partial}: the index has {sorted(listed)}, written are {sorted(files)}")
         for name, record in files.items():
             if not (partial / name).is_file() or (partial / name).stat().st_size != record.bytes:
                 raise UserError(f"{partial}: {name} is not seen from rank 0; output_dir must be one folder that all machines share")
@@ -335,20 +385,17 @@ class Saver:
             files |= record_files(partial, [STATE, ".metadata"], checksums=self._recipe.checkpoint.checksums)
             write_manifest(partial, step=state["step"], files=files)
             sync(partial)
-            replaced = final.with_name(f"{final.name}.old")
-            if final.exists():
-                final.rename(replaced)
-            partial.rename(final)
-            sync(final.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
+            put_in_place(partial, final)
 
     def _retain(self, keep: set[int]) -> None:
-        """Delete what is outdated. Main process only, when the newer one is complete."""
+        """Delete what is outdated. Main process only, when the newer one is complete: what cannot be deleted is told, nothing more."""
         steps = checkpoint_steps(self._recipe.output_dir)
         options = self._recipe.checkpoint
-        for step in outdated(steps, keep_last=options.keep_last, keep_every=options.keep_every, keep=keep):
-            with _file_errors(f"{steps[step]}: cannot be deleted"):
+        try:
+            for step in outdated(steps, keep_last=options.keep_last, keep_every=options.keep_every, keep=keep):
                 remove(steps[step])
+        except OSError as error:
+            self._say(f"{steps[step]}: cannot be deleted: {first_line(error)}")
 
     def _staged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in host memory that is allocated once: the first touch of fresh memory costs more than the copy."""
@@ -417,26 +464,33 @@ def _make_folder(partial: Path, *, place: str) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
         settle(partial.parent)
         for leftover in partial.parent.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=leftover != partial)
         partial.mkdir()
 
 
-def _dcp(call: Callable[..., Any], tensors: dict[str, torch.Tensor], *, place: str, **options: Any) -> None:
-    with warnings.catch_warnings(), _file_errors(place):
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # Known: a single process.
-        call(tensors, **options)
+def _dcp(call: Callable[..., Any], tensors: dict[str, torch.Tensor], *, place: str, **options: Any) -> Any:
+    with _file_errors(place):
+        return call(tensors, **options)
 
 
 @contextmanager
 def _file_errors(place: str) -> Iterator[None]:
-    """Turns a failure of the file system into one line. What torch.distributed.checkpoint raises, it raises on every rank."""
+    """Turns a failure of the file system into one line. What torch.distributed.checkpoint raises, it raises on every rank, as no Exception;
+    here it becomes one."""
     try:
         yield
-    except CheckpointException as failed:  # Not an Exception; of all ranks, by rank.
+    except CheckpointException as failed:  # Of all ranks, by rank.
         rank, (error, _) = min(failed.failures.items())
-        # torch's zip writer and reader have no error class of their own.
-        if not isinstance(error, OSError | EOFError) and not (isinstance(error, RuntimeError) and "PytorchStream" in str(error)):
-            raise
-        raise UserError(f"{place}: rank {rank}: {first_line(error)}") from failed
+        line = f"{place}: rank {rank}: {first_line(error)}"  # type: ignore[arg-type]
+        raise (UserError(line) if _is_of_files(error) else RuntimeError(line)) from failed
     except OSError as error:
         raise UserError(f"{place}: {first_line(error)}") from error
+
+
+def _is_of_files(error: BaseException | None) -> bool:
+    """torch's zip writer and reader have no error class of their own; a disk that is full amid a record shows as any of these."""
+    while error is not None:
+        if isinstance(error, OSError | EOFError) or any(name in str(error) for name in ("PytorchStream", "inline_container")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

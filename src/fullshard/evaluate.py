@@ -23,30 +23,33 @@ def evaluate(
     rows: torch.Tensor,
     micro_batch_size: int,
     document_end: int | None = None,
-    progress: Callable[[], None] | None = None,
-) -> float:
+    break_off: Callable[[], bool] | None = None,
+) -> float | None:
     """Mean loss in nats over all target tokens of all ranks' rows; nan when there is none. Collective.
 
     rows: this rank's, [n, sequence_length + 1]; n may differ between ranks and be 0. Ranks that run out go on with ignored rows, since
     the forward of a sharded model is a collective. So the mean is over the tokens, whatever the batch size and the world size.
-    document_end: token id after which attention and positions restart, and nothing is predicted; None: rows are one context. progress is
-    called before each micro batch.
+    document_end: token id after which attention and positions restart, and nothing is predicted; None: rows are one context. break_off is
+    asked before each micro batch; where it says yes, on all ranks alike, the result is None.
     """
     most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
     inputs = F.pad(rows[:, :-1], (0, 0, 0, most - len(rows)))  # [most, sequence_length]
     targets = F.pad(rows[:, 1:], (0, 0, 0, most - len(rows)), value=IGNORED)
     targets = document_targets(inputs, targets, document_end=document_end)
     loss_sum = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    broken_off = False
     model.eval()
     for inputs_part, targets_part in zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True):
-        if progress is not None:
-            progress()
+        if broken_off := break_off is not None and break_off():
+            break
         inputs_part = inputs_part.to(accelerator.device)
         context = document_context(inputs_part, document_end=document_end, dtype=COMPUTE_DTYPE[accelerator.mixed_precision])
         logits = model(input_ids=inputs_part, **context, use_cache=False).logits
         loss_sum += next_token_loss_sum(logits, targets_part.to(accelerator.device))
     model.train()
     reshard(model)
+    if broken_off:
+        return None
     tokens = (targets != IGNORED).sum().to(loss_sum)
     loss_sum, tokens = accelerator.reduce(torch.stack([loss_sum, tokens.to(accelerator.device)]), reduction="sum").tolist()
     return loss_sum / tokens if tokens else float("nan")

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 from fullshard.accelerator import on_main
 from fullshard.config import ModelConfig, RopeParameters
 from fullshard.errors import UserError, one_line
-from fullshard.files import sync
+from fullshard.files import put_in_place, settle_folder, sync
 from fullshard.manifest import MANIFEST, STATE, checkpoint_steps, faults
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, whole_shape, whole_tensor
 from fullshard.tokenizer import load_tokenizer
@@ -163,7 +163,7 @@ def _export(
     partial = target.with_name(f"{target.name}.tmp")
 
     def begin() -> None:
-        _settle(target)
+        settle_folder(target)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         config.save_pretrained(partial)
@@ -185,7 +185,7 @@ def _export(
         for path in partial.iterdir():
             sync(path)
         sync(partial)
-        _put_in_place(partial, target)
+        put_in_place(partial, target)
 
     def step(function: Callable[[], None]) -> None:
         """Once a file: ranks wait for one another no longer than one takes."""
@@ -217,24 +217,3 @@ def _check_replaceable(folder: Path, partial: Path) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in new and not _WEIGHTS.fullmatch(path.name):
             raise UserError(f"{folder}: holds {path.name}, which is no part of an export; move it away or name another folder")
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """A kill in between leaves the older folder under its name or, between the two renames, under <folder>.old: see `_settle`."""
-    replaced = folder.with_name(f"{folder.name}.old")
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _settle(folder: Path) -> None:
-    """End a replacement that was interrupted."""
-    replaced = folder.with_name(f"{folder.name}.old")
-    if not replaced.exists():
-        return
-    if folder.exists():
-        shutil.rmtree(replaced)
-    else:
-        replaced.rename(folder)

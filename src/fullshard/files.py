@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,28 @@ def write_whole(path: Path, text: str) -> None:
     sync(partial)
     partial.replace(path)
     sync(path.parent)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Give a written and synced folder its name; an older one of that name goes. Raises OSError.
+
+    A kill in between leaves the older one under its name or, between the two renames, under <folder>.old: see `settle_folder`.
+    """
+    replaced = folder.with_name(f"{folder.name}.old")
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def settle_folder(folder: Path) -> None:
+    """End a `put_in_place` that was interrupted: the new folder has the name, or the old one gets it back. Raises OSError."""
+    replaced = folder.with_name(f"{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)  # What cannot go (an open file on NFS) is in nobody's way.
+    elif replaced.exists():
+        replaced.rename(folder)
 
 
 def keep_json_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

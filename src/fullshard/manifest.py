@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from fullshard.errors import COMMAND_LINE, UserError, first_line
-from fullshard.files import sync, write_whole
+from fullshard.files import settle_folder, sync, write_whole
 
 FORMAT = 2  # Of the folder: manifest.json, state.json and the tensors' names.
 STATE = "state.json"
@@ -70,11 +70,24 @@ def write_manifest(folder: Path, *, step: int, files: Mapping[str, FileRecord]) 
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Raises UserError where it is missing, damaged, of another format, or not that of the step in the folder's name."""
+    """Of a checkpoint: file name -> record. Raises UserError, which does not name the folder, where the manifest is missing, damaged, of
+    another format, or not that of the step in the folder's name."""
     try:
-        return _records(folder)
-    except UserError as error:
-        raise UserError(f"{folder}/{error}") from error
+        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if tree["format"] != FORMAT:
+            raise UserError(f"{MANIFEST}: format {tree['format']}, this fullshard reads {FORMAT}; continue with the version that saved it")
+        if tree.pop("checksum") != _checksum(tree):
+            raise UserError(f"{MANIFEST}: damaged: not what its own checksum says")
+        files = {name: FileRecord(**record) for name, record in tree["files"].items()}
+    except FileNotFoundError:
+        raise UserError(f"{MANIFEST}: missing") from None
+    except OSError as error:
+        raise UserError(f"{MANIFEST}: cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{MANIFEST}: damaged: {first_line(error)}") from None
+    if (step := _step_of(folder)) not in (None, tree["step"]):
+        raise UserError(f"{MANIFEST}: of step {tree['step']}, the folder is that of step {step}")
+    return files
 
 
 def faults(folder: Path, *, hashes: bool, part: tuple[int, int] = (0, 1)) -> list[str]:
@@ -85,7 +98,7 @@ def faults(folder: Path, *, hashes: bool, part: tuple[int, int] = (0, 1)) -> lis
     is no fault: nothing reads it.
     """
     try:
-        files = _records(folder)
+        files = read_manifest(folder)
     except UserError as error:
         return [str(error)]
     rank, world_size = part
@@ -109,12 +122,9 @@ def settle(folder: Path) -> None:
     """End in a checkpoints folder what was interrupted: a replacement, of which the new checkpoint has the name or the old one gets it
     back, and deletions. For the run that writes there. Raises OSError."""
     for replaced in folder.glob("step_*.old"):
-        if replaced.with_suffix("").exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(replaced.with_suffix(""))
+        settle_folder(replaced.with_suffix(""))
     for removed in folder.glob("step_*.removed"):
-        shutil.rmtree(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def outdated(steps: Collection[int], *, keep_last: int | None, keep_every: int | None, keep: Collection[int]) -> list[int]:
@@ -174,7 +184,7 @@ def _verdict(folder: Path, *, hashes: bool) -> Verdict:
         result = f"damaged: {'; '.join([*found[:_SHOWN], *more])}"
     elif not hashes:
         result = "whole by sizes"
-    elif any(record.xxh3_128 is None for record in _records(folder).values()):
+    elif any(record.xxh3_128 is None for record in read_manifest(folder).values()):
         result = "whole by sizes; saved without checksums"
     else:
         result = "whole, every byte"
@@ -190,26 +200,6 @@ def _step_of(folder: Path) -> int | None:
     """By its name; None where that is no checkpoint's."""
     match = re.fullmatch(r"step_(\d{8,})", folder.name or folder.resolve().name)
     return int(match[1]) if match else None
-
-
-def _records(folder: Path) -> dict[str, FileRecord]:
-    """What read_manifest does; the UserError does not name the folder."""
-    try:
-        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if tree["format"] != FORMAT:
-            raise UserError(f"{MANIFEST}: format {tree['format']}, this fullshard reads {FORMAT}; continue with the version that saved it")
-        if tree.pop("checksum") != _checksum(tree):
-            raise UserError(f"{MANIFEST}: damaged: not what its own checksum says")
-        files = {name: FileRecord(**record) for name, record in tree["files"].items()}
-    except FileNotFoundError:
-        raise UserError(f"{MANIFEST}: missing") from None
-    except OSError as error:
-        raise UserError(f"{MANIFEST}: cannot be read: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{MANIFEST}: damaged: {first_line(error)}") from None
-    if (step := _step_of(folder)) not in (None, tree["step"]):
-        raise UserError(f"{MANIFEST}: of step {tree['step']}, the folder is that of step {step}")
-    return files
 
 
 def _checksum(tree: dict[str, Any]) -> str:

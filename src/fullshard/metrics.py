@@ -88,11 +88,19 @@ class RunLog:
         self._last_step = step
         if self.file is not None:
             line = {"step": step, **{key: _json_number(value) for key, value in values.items()}}
-            self.file.write(json.dumps(line, allow_nan=False) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(line, allow_nan=False) + "\n")
+                self.file.flush()
+            except OSError as error:
+                raise UserError(f"{self.file.name}: cannot be written: {error.strerror}") from error
         if step > self._sent_step:
             self._sent_step = step
             self.accelerator.log(dict(values), step=step)
+
+    def sync(self) -> None:
+        """Until the lines are on disk: a checkpoint must not be there without them."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def rewind(self, step: int) -> None:
         """After a rollback to `step`: the steps after it come again, and their lines are cut.
@@ -126,7 +134,7 @@ def open_log(
     """Open metrics.jsonl (appending) and start the trackers that the Accelerator was made with; call it on every rank.
 
     Lines of metrics.jsonl after resumed_step are cut: the steps are done again. wandb_id: the W&B run to continue; one that has later steps
-    already keeps them, they are the same.
+    already keeps them; they are the same unless the recipe was changed or the run rolled back.
     `config` is shown by the trackers, nested in W&B and flattened to a.b.c elsewhere. `say` prints a line on the main process.
     W&B: without credentials, or when it cannot be reached within 20 s, the run is offline under <output_dir>/wandb and one line says how to
     look at it. WANDB_MODE=offline and disabled are respected. Sets WANDB_SILENT, and WANDB_MODE where it falls back, in this process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -158,8 +159,9 @@ def _open_run_folder(output_dir: Path, *, config: dict[str, Any], resume: Resume
     """
     if resume.folder is not None and resume.folder.resolve().parent == checkpoints_folder(output_dir).resolve():
         earlier = later_checkpoints(output_dir, resume.step)
+        earlier += [model] if (model := output_dir / "model").exists() else []  # Of fewer steps: it would pass for this run's.
     else:
-        names = ("config.yaml", "metrics.jsonl", "checkpoints", "documents", "model", "hang")
+        names = ("checkpoints", "config.yaml", "metrics.jsonl", "documents", "model", "hang")
         earlier = [path for name in names if (path := output_dir / name).exists()]
     kept = set_aside(output_dir, earlier)
     (output_dir / "config.yaml").write_text(yaml.safe_dump(_plain(config), sort_keys=False, width=140), encoding="utf-8")
@@ -179,7 +181,7 @@ def set_aside(output_dir: Path, paths: Sequence[Path]) -> Path | None:
     kept = output_dir / "previous" / str(max(taken, default=0) + 1)
     kept.mkdir(parents=True)
     for path in paths:
-        path.rename(kept / path.name)
+        shutil.move(path, kept / path.name)  # checkpoints may be a link to another disk.
     return kept
 
 

@@ -137,8 +137,8 @@ class _Progress:
 
     step: int
     """Optimizer steps done; one whose update was left out is done too."""
-    skipped_rows: int
-    """Rows of the data that rollbacks have left out."""
+    tokens_seen: int
+    """That the weights have learned from: those of a rollback do not count, and the batch may have been another once."""
     rollbacks: int
 
 
@@ -170,23 +170,27 @@ def train(
     # How long a rank may read before it has rows, or a reason why not: each try a silent server, then the wait for the next.
     longest_read_s = (recipe.data.max_retries + 1) * (recipe.data.timeout_seconds + LONGEST_WAIT_S)
     group = host_group(accelerator, longest_wait_s=longest_read_s + train.timeout_seconds)
-    saver = Saver(recipe=recipe, placement=placement, accelerator=accelerator, resume=resume)
-    now = _Progress(resume.step, resume.skipped_rows, resume.rollbacks)
+    saver = Saver(recipe=recipe, placement=placement, accelerator=accelerator, resume=resume, say=run.terminal.say)
+    now = _Progress(resume.step, resume.tokens_seen, resume.rollbacks)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "bad_steps": bad_steps}
 
     def save(position: dict[str, Any]) -> None:
         watchdog.phase("save", step=now.step)
         _saved(saver.finish, recipe=recipe, run=run)  # What came of the save before is told as its own.
-        extra = {"skipped_rows": now.skipped_rows, "rollbacks": now.rollbacks, "wandb_id": run.log.wandb_id}
-        extra["tokens_seen"] = _tokens_seen(recipe, position, now)
+        run.log.sync()
+        extra = {"tokens_seen": now.tokens_seen, "rollbacks": now.rollbacks, "wandb_id": run.log.wandb_id}
         # Amid bad steps the checkpoint before them is the one to go back to.
         saver.save(**state, step=now.step, position=position, values=extra, retain_all=bad_steps.read()[0] > 0)
+
+    def asked_to_stop(phase: str) -> bool:
+        watchdog.phase(phase, step=now.step)
+        return agree(group, failure=None, stop=stop.requested()).stop != 0
 
     model.train()
     window_start, window_steps, data_wait_s = time.perf_counter(), 0, 0.0
     with (
         run.terminal.progress(max_steps=train.max_steps, first_step=resume.step),
-        _closed_by_user_error(run.log),
+        _closed_by_user_error(run.log, saver),
         stop_signals(grace_seconds=recipe.checkpoint.grace_seconds, max_time=train.max_time) as stop,
         Watchdog(
             output_dir=recipe.output_dir,
@@ -198,6 +202,7 @@ def train(
     ):
         while now.step < train.max_steps:
             step = now.step + 1
+            stop.step, stop.saved_step = now.step, saver.saved_step
             saves = recipe.checkpoint.every > 0 and (step == train.max_steps or step % recipe.checkpoint.every == 0)
             logged = saves or step in (1, train.max_steps) or step % recipe.logging.every == 0
             # Of the steps done. A rank that does get its rows is one step further in the data when another's do not come.
@@ -230,22 +235,24 @@ def train(
                     measurement=measurement if logged else None,
                     phase=functools.partial(watchdog.phase, step=step),
                 )
-            now.step = stop.step = step
-            stop.saved_step = saver.saved_step
+            now.step = step
+            now.tokens_seen += train.global_batch_size * recipe.data.sequence_length
             run.terminal.advance(step)
             window_steps += 1
             evaluated = recipe.evaluation.max_rows > 0 and (
                 step == train.max_steps or (recipe.evaluation.every > 0 and step % recipe.evaluation.every == 0)
             )
-            if not logged and not evaluated:
+            # At fixed steps, whatever is logged: it decides what is trained on.
+            longest, since = bad_steps.longest() if step % train.max_bad_steps == 0 or step == train.max_steps else (0, 0)
+            diverged = longest >= train.max_bad_steps
+            if not (logged or evaluated or diverged):
                 continue
             values = _step_values(result)  # Waits for the device, so that the clock below has the whole step.
             wall_s = time.perf_counter() - window_start
             data_values, data_wait_s = _data_values(accelerator, batches, run, wait_s=data_wait_s, noted=noted)
-            in_a_row, bad_total = bad_steps.read()
             values |= {
-                "train/tokens_seen": _tokens_seen(recipe, batches.position(), now),
-                "train/bad_steps": bad_total,
+                "train/tokens_seen": now.tokens_seen,
+                "train/bad_steps": bad_steps.read()[1],
                 "train/rollbacks": now.rollbacks,
                 **_throughput(recipe, accelerator, steps=window_steps, wall_s=wall_s, data_wait_s=data_wait_s),
                 **data_values,
@@ -258,23 +265,33 @@ def train(
                     rows=held_out,
                     micro_batch_size=train.micro_batch_size,
                     document_end=document_end,
-                    progress=functools.partial(watchdog.phase, "evaluate", step=step),
+                    break_off=lambda: asked_to_stop("evaluate"),
                 )
-                # Above 700 nats exp() overflows a float; such a model is noise anyway.
-                values |= {"eval/loss": held_out_loss, "eval/perplexity": math.exp(min(held_out_loss, 700.0))}
+                if held_out_loss is not None:
+                    # Above 700 nats exp() overflows a float; such a model is noise anyway.
+                    values |= {"eval/loss": held_out_loss, "eval/perplexity": math.exp(min(held_out_loss, 700.0))}
             run.log.log(step, values)
             run.terminal.log(step, values)
-            if in_a_row >= train.max_bad_steps:
+            if diverged:
                 watchdog.phase("save", step=step)
+                what = f"step {step}: {longest} updates in a row, up to that of step {step - since}, were left out"
                 _roll_back(
-                    in_a_row, values, recipe=recipe, accelerator=accelerator, run=run, saver=saver, resume=resume, now=now,
-                    position=batches.position(), state=state | {"schedule": schedule},
-                )  # fmt: skip
+                    what,
+                    first_bad=step - since - longest + 1,
+                    recipe=recipe,
+                    accelerator=accelerator,
+                    run=run,
+                    saver=saver,
+                    resume=resume,
+                    now=now,
+                    state=state | {"schedule": schedule},
+                )
             elif saves:
                 _saved(functools.partial(save, batches.position()), recipe=recipe, run=run)
             # After evaluation and checkpoint: their time is not training time.
             window_start, window_steps, data_wait_s = time.perf_counter(), 0, 0.0
-        watchdog.phase("save", step=now.step)
+        if asked_to_stop("save") and saver.step != now.step:  # What comes after the loop may not be waited for.
+            _saved(functools.partial(save, batches.position()), recipe=recipe, run=run)
         _saved(saver.finish, recipe=recipe, run=run)
     return values
 
@@ -307,7 +324,7 @@ def _leave(agreed: Agreed, *, now: _Progress, resume: Resume, saver: Saver, stop
     try:
         if saver.step == now.step:  # Begun already, or what was resumed.
             saver.finish()
-        elif now.step != resume.step:
+        elif now.step != resume.step or now.rollbacks != resume.rollbacks:
             save()
             saver.finish()
         stop.saved_step = saver.saved_step
@@ -319,26 +336,23 @@ def _leave(agreed: Agreed, *, now: _Progress, resume: Resume, saver: Saver, stop
 
 
 def _roll_back(
-    in_a_row: int,
-    values: dict[str, float],
+    what: str,
     *,
+    first_bad: int,
     recipe: Recipe,
     accelerator: Accelerator,
     run: Run,
     saver: Saver,
     resume: Resume,
     now: _Progress,
-    position: dict[str, Any],
     state: dict[str, Any],
 ) -> None:
-    """Put everything but the data back to the last checkpoint before the bad steps in a row that end here. Collective.
+    """Put everything but the data back to the last checkpoint before step `first_bad`. Collective.
 
     Raises UserError where that is not wanted, was done too often, or where there is no such checkpoint. The counts are the same on every
     rank, so all come here together.
     """
-    train, first_bad = recipe.train, now.step - in_a_row + 1
-    what = f"step {now.step}: the last {in_a_row} updates were left out (train/loss {values['train/loss']:.4g}, train/grad_norm "
-    what += f"{values['train/grad_norm']:.4g}); the weights are those of step {first_bad - 1}"
+    train = recipe.train
     advice = "lower optim.learning_rate, raise optim.warmup_steps, or look at the data"
     if train.on_divergence == "stop" or now.rollbacks >= train.max_rollbacks:
         limit = "" if train.on_divergence == "stop" else f" after {now.rollbacks} rollbacks (train.max_rollbacks)"
@@ -347,21 +361,16 @@ def _roll_back(
     other = [resume.folder] if resume.folder is not None and resume.step < first_bad else []
     own = on_main(accelerator, lambda: [path for step, path in checkpoint_steps(recipe.output_dir).items() if step < first_bad])
     back = newest_whole(list(dict.fromkeys([*other, *own])), recipe=recipe, accelerator=accelerator)
-    if back is None or back.position is None:
+    if back is None:
         raise UserError(f"{what}; no checkpoint to go back to (checkpoint.every is {recipe.checkpoint.every}); {advice}")
     bad_total = state["bad_steps"].read()[1]
     load_checkpoint(back, recipe=recipe, accelerator=accelerator, **state)
     state["bad_steps"].begin_anew(total=bad_total)
-    now.skipped_rows = position["rows"] - (back.position["rows"] - back.skipped_rows)
-    now.step, now.rollbacks, saver.step = back.step, now.rollbacks + 1, back.step
+    now.step, now.tokens_seen, now.rollbacks = back.step, back.tokens_seen, now.rollbacks + 1
+    saver.step = None  # Even of that step there is none that knows of the rollback.
     on_main(accelerator, lambda: set_aside(Path(recipe.output_dir), later_checkpoints(recipe.output_dir, back.step)))
     run.log.rewind(back.step)
     run.terminal.say(f"{what}; back to {back.folder}, the data since are left out: rollback {now.rollbacks} of {train.max_rollbacks}")
-
-
-def _tokens_seen(recipe: Recipe, position: dict[str, Any], now: _Progress) -> int:
-    """That the weights have learned from. Not step x batch: the batch may have been another before the run was resumed."""
-    return (position["rows"] - now.skipped_rows) * recipe.data.sequence_length
 
 
 def _step_values(result: StepResult) -> dict[str, float]:
@@ -413,10 +422,11 @@ def _data_values(accelerator: Accelerator, batches: Batches, run: Run, *, wait_s
 
 
 @contextmanager
-def _closed_by_user_error(log: RunLog) -> Iterator[None]:
+def _closed_by_user_error(log: RunLog, saver: Saver) -> Iterator[None]:
     """In the loop a UserError is every rank's, and the process ends with it."""
     try:
         yield
     except UserError:
+        saver.close()  # Closing the log destroys the process groups.
         log.close()
         raise
