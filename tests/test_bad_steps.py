@@ -236,7 +236,7 @@ def test_a_row_of_bad_steps_is_remembered_until_it_is_asked_for() -> None:
 
     def count(norms: list[float]) -> tuple[int, int]:
         for norm in norms:
-            bad_steps.count(bad_steps.judge(torch.tensor(1.0), torch.tensor(norm)), torch.tensor(norm))
+            bad_steps.count(*bad_steps.judge(torch.tensor(1.0), torch.tensor(norm)), torch.tensor(norm))
         return bad_steps.longest()
 
     bad = float("inf")
