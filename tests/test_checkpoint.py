@@ -298,7 +298,7 @@ def test_tokens_seen_go_on_from_the_rows_read_when_the_batch_changes(pool: Any, 
     pool.run(run_steps, recipe=doubled)
     assert column(tmp_path, "train/tokens_seen") == [(3 + 2 * more) * STREAMS * 32 for more in range(1, 4)]
     ended = dict(_end_table(recipe=doubled, values=lines(tmp_path)[-1], wall_s=1.0, resumed_step=3))
-    assert ended["tokens seen"] == f"{3 * 2 * STREAMS * 32:,} in 1s"
+    assert ended["tokens of this launch"] == f"{3 * 2 * STREAMS * 32:,} in 1s"
 
 
 def start_table(*, recipe: Recipe) -> list[tuple[str, str]]:

@@ -125,7 +125,7 @@ def packed_step(*, micro_batch_size: int) -> dict[str, Any]:
 
     accelerator, model = prepared(TINY)
     gradients: dict[str, torch.Tensor] = {}
-    raw = torch.optim.SGD(model.parameters(), lr=0.0)
+    raw = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.ConstantLR(raw, factor=1.0)
 
     def keep(*_: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fullshard.document_mask import document_context
 from fullshard.losses import next_token_loss_sum
 from fullshard.memory import (
     MemoryUse,
+    _cpu_use,
     activation_bytes_per_token,
     count_cpu_memory,
     measure_memory,
@@ -162,6 +164,17 @@ def test_predicted_activations_are_what_autograd_saves(
     predicted = rows * length * (model.num_hidden_layers * per_token["layer"] + per_token["head"])
     predicted += rows * length**2 * mask_dtype.itemsize if document_mask else 0
     assert tensor_bytes([logits, *saved.values()]) - casts == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_byte_of_the_programs_is_no_marker() -> None:
+    """A boolean that is gone may have had the address at which the last marker is."""
+    happened = [(1, 1, 1), (7, 1, 9001), (7, -1, 9000), (7, 1, 2)]  # (address, bytes, bytes in all then): marker, boolean, its end, marker.
+    events = [
+        SimpleNamespace(start_time_ns=time, extra_fields=SimpleNamespace(ptr=ptr, alloc_size=size, total_allocated=total))
+        for time, (ptr, size, total) in enumerate(happened)
+    ]
+    use = _cpu_use(events, [1, 7])
+    assert (use.allocated, use.peak_allocated) == (0, 9000)
 
 
 def one_step(*, model: ModelConfig, rows: int, length: int, checkpointing: bool, document_end: int | None) -> dict[str, Any]:

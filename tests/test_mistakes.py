@@ -101,10 +101,17 @@ MISTAKES = {
         "fsdp_config.fsdp_min_num_params: 100000000: no part of a layer has so many, a layer has ",
         launcher=("--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
     ),
-    "diverges": Mistake("step 2: train/loss", {"optim__learning_rate": 1e30}, launcher=("--mixed_precision", "no")),
+    "diverges": Mistake(
+        "step 3: 2 updates in a row, up to that of step 3, were left out; no checkpoint to go back to",
+        {"optim__learning_rate": 1e30, "train__max_steps": 3, "train__max_bad_steps": 2},
+        launcher=("--mixed_precision", "no"),
+    ),
     "empty prompt": Mistake('--logging.sample_prompts: ["", "x"]: a prompt must not be empty', {"logging__sample_prompts": "['', x]"}),
     "seed too large": Mistake("--seed: 4294967296: must be less than 2**32", {"seed": 2**32}),
-    "FSDP1": Mistake("{tmp}/a.yaml: fsdp_config.fsdp_version: 1: ", accelerate=FSDP.replace("fsdp_version: 2", "fsdp_version: 1")),
+    "FSDP1": Mistake(
+        "{tmp}/a.yaml: fsdp_config.fsdp_reshard_after_forward: true: FSDP2 only",
+        accelerate=FSDP.replace("fsdp_version: 2", "fsdp_version: 1"),
+    ),
     "rank 0 loads": Mistake(
         "fsdp_cpu_ram_efficient_loading: true: must be false",
         accelerate=FSDP.replace("fsdp_cpu_ram_efficient_loading: false", "fsdp_cpu_ram_efficient_loading: true"),

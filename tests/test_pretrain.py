@@ -43,7 +43,7 @@ def test_every_rank_holds_its_part(run: Run) -> None:
 
 def test_log_keys_are_those_promised(run: Run) -> None:
     """DESIGN's keys, and no others. mfu_pct needs a device whose peak is known, or logging.peak_tflops."""
-    always = {f"train/{key}" for key in ("loss", "grad_norm", "learning_rate", "tokens_seen")}
+    always = {f"train/{key}" for key in ("loss", "grad_norm", "learning_rate", "tokens_seen", "bad_steps", "rollbacks")}
     always |= {f"throughput/{key}" for key in ("tokens_per_second", "step_time_s", "data_wait_pct")}
     kinds = ("allocated", "peak_allocated", "reserved", "host_rss", "parameters", "gradients", "optimizer", "activations", "predicted_peak")
     always |= {f"memory/{kind}_gib" for kind in kinds} | {"data/retries", "data/bad_rows"}

@@ -466,6 +466,6 @@ def test_a_run_is_resumed_made_longer_and_complete(tmp_path: Path) -> None:
     # Nothing is left to do but what a kill at the very end has left out.
     shutil.rmtree(tmp_path / "model")
     complete = launch(tmp_path, train__max_steps=6, **options).check()
-    assert "has done 6 of train.max_steps 6: the run is complete, its model is now in" in complete.stderr
+    assert "has done 6 steps, train.max_steps is 6: the run is complete, its model is now in" in complete.stderr
     assert complete.metrics == longer.metrics
     assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -117,7 +117,10 @@ def newest_whole(folders: list[Path], *, recipe: Recipe, accelerator: Accelerato
 
 
 def _candidates(recipe: Recipe) -> list[Path]:
-    with _file_errors(f"{checkpoints_folder(recipe.output_dir)}: cannot be read"):
+    folder = checkpoints_folder(recipe.output_dir)
+    if folder.is_symlink() and not folder.exists():
+        raise mistake(recipe, "output_dir", "its folder checkpoints is a link to a place that is not there")
+    with _file_errors(f"{folder}: cannot be read"):
         settle(checkpoints_folder(recipe.output_dir))
         own = list(checkpoint_steps(recipe.output_dir).values())
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and any(_launch_of(folder) == _launch() for folder in own):
@@ -154,15 +157,15 @@ def _read(recipe: Recipe, folder: Path, notes: Iterable[str]) -> Resume:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         step, position = int(state["step"]), state["position"]
         saved_recipe, saved_steps = state["recipe"], int(state["schedule_steps"])
+    changes = check_changes(saved_recipe, recipe, folder=folder)
     if step >= recipe.train.max_steps:
         if not _own(folder, recipe):
             raise mistake(recipe, "train.max_steps", f"{folder} has done {step} steps, the run is complete; raise it to go on")
-        done = f"{folder} has done {step} of train.max_steps {recipe.train.max_steps}: the run is complete"
+        done = f"{folder} has done {step} steps, train.max_steps is {recipe.train.max_steps}: the run is complete"
         model = Path(recipe.output_dir) / "model"
         if recipe.checkpoint.export != "never" and not (model / "config.json").exists():  # It was killed between the two.
             done += f", its model is now in {export_checkpoint(folder, folder=model, dtype=recipe.checkpoint.export)}"
         raise Complete(f"{done}; raise it to go on, or begin anew with --checkpoint.resume never")
-    changes = check_changes(saved_recipe, recipe, folder=folder)
     notes += [f"changed after step {step}: {change}" for change in changes]
     length, said = schedule_steps(
         recipe, step=step, saved_steps=saved_steps, saved_max_steps=int(saved_recipe["train"]["max_steps"]), changes=changes
@@ -482,6 +485,8 @@ def _file_errors(place: str) -> Iterator[None]:
     except CheckpointException as failed:  # Of all ranks, by rank.
         rank, (error, _) = min(failed.failures.items())
         line = f"{place}: rank {rank}: {first_line(error)}"  # type: ignore[arg-type]
+        if "inline_container" in line:
+            line += " (what torch says of a disk that is full)"
         raise (UserError(line) if _is_of_files(error) else RuntimeError(line)) from failed
     except OSError as error:
         raise UserError(f"{place}: {first_line(error)}") from error

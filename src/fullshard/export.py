@@ -106,13 +106,15 @@ def export_checkpoint(checkpoint: Path, *, folder: Path, dtype: str) -> Path:
 def exportable(path: Path, *, say: Callable[[str], None] = print) -> tuple[Path, Path | None]:
     """(checkpoint, folder of its run's export) for a run folder or a checkpoint; None for one that lies in no run.
 
-    A run's checkpoint is the newest of which each file is there at its full size. Raises UserError where there is none.
+    A run's checkpoint is the newest that is whole, every byte of it. Raises UserError where there is none.
     """
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; name a run folder, or a checkpoint in its folder checkpoints/")
     if (path / MANIFEST).is_file() or (path / STATE).is_file():
         folder = path.resolve().parent
         return path, folder.with_name("model") if folder.name == "checkpoints" else None
     for checkpoint in reversed(checkpoint_steps(path).values()):
-        if not (found := faults(checkpoint, hashes=False)):
+        if not (found := faults(checkpoint, hashes=True)):
             return checkpoint, path / "model"
         say(f"{checkpoint}: damaged: {found[0]}; taking the one before")
     raise UserError(f"{path}: has no whole checkpoint; name a run folder, or a checkpoint in its folder checkpoints/")
@@ -179,6 +181,7 @@ def _export(
             if not torch.isfinite(tensor).all():
                 raise UserError(f"{folder}: not exported: {key} has values that are not finite in {dtype}; choose another type")
         save_file(tensors, partial / name, metadata={"format": "pt"})
+        (partial / name).chmod((partial / "config.json").stat().st_mode)  # safetensors lets nobody else read it.
         sync(partial / name)
 
     def end() -> None:

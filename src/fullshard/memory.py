@@ -169,18 +169,19 @@ def _largest_growth(marks: list[int]) -> int:
 
 def _cpu_use(events: list, addresses: list[int]) -> MemoryUse:
     """Totals from allocation events in time order. `addresses`: the one-byte markers', first at the start, last at the end."""
+    events = sorted(events, key=lambda event: event.start_time_ns)
+    # The last ones there: markers stay alive, and an earlier byte, of a boolean of the program's, may have had the address of one.
+    last = {event.extra_fields.ptr: number for number, event in enumerate(events) if event.extra_fields.alloc_size == 1}
+    markers = {last[address] for address in addresses}
     marks: list[int] = []
     timeline: list[tuple[int, int]] = []
-    waiting = iter(addresses)
-    address = next(waiting)
-    for event in sorted(events, key=lambda event: event.start_time_ns):
-        allocation = event.extra_fields
-        if allocation.alloc_size == 1 and allocation.ptr == address:
-            # Markers stay alive: `len(marks)` earlier ones and this one are no tensors of the program's.
-            marks.append(allocation.total_allocated - len(marks) - 1)
-            address = next(waiting, -1)
-        timeline.append((event.start_time_ns, allocation.total_allocated - len(marks)))
-    peak = max(size for _, size in timeline)
+    for number, event in enumerate(events):
+        total = event.extra_fields.total_allocated
+        if number in markers:
+            # `len(marks)` earlier ones and this one are no tensors of the program's.
+            marks.append(total - len(marks) - 1)
+        timeline.append((event.start_time_ns, total - len(marks)))
+    peak = max(0, *(size for _, size in timeline))
     return MemoryUse(
         allocated=marks[-1],
         peak_allocated=peak,

@@ -74,6 +74,8 @@ class RunLog:
     """Folder of the W&B run on the main process."""
     wandb_id: str | None = None
     """Of the W&B run, which a resumed run continues; on the main process."""
+    failure: str | None = None
+    """Why metrics.jsonl can be written no more, on the main process: the other ranks have to hear it before anybody stops."""
     _last_step: int = field(default=-1)
     _sent_step: int = field(default=-1)
 
@@ -86,20 +88,20 @@ class RunLog:
         if step < self._last_step:
             raise ValueError(f"step {step} was logged after step {self._last_step}")
         self._last_step = step
-        if self.file is not None:
+        if self.file is not None and self.failure is None:
             line = {"step": step, **{key: _json_number(value) for key, value in values.items()}}
             try:
                 self.file.write(json.dumps(line, allow_nan=False) + "\n")
                 self.file.flush()
             except OSError as error:
-                raise UserError(f"{self.file.name}: cannot be written: {error.strerror}") from error
+                self.failure = f"{self.file.name}: cannot be written: {error.strerror}"
         if step > self._sent_step:
             self._sent_step = step
             self.accelerator.log(dict(values), step=step)
 
     def sync(self) -> None:
         """Until the lines are on disk: a checkpoint must not be there without them."""
-        if self.file is not None:
+        if self.file is not None and self.failure is None:
             os.fsync(self.file.fileno())
 
     def rewind(self, step: int) -> None:
@@ -117,7 +119,8 @@ class RunLog:
     def close(self) -> None:
         """Finish the trackers. Last call of a run, on every rank: Accelerate's end_training also destroys the process group."""
         if self.file is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):  # Of a line that is told as `failure`.
+                self.file.close()
         self.accelerator.end_training()
 
 

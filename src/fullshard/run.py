@@ -220,6 +220,10 @@ def _start_table(
         ("tokens", f"{tokens:,} per step x {train.max_steps:,} steps = {tokens * train.max_steps:,}"),
         ("memory per rank", f"{memory['peak'] / GIB:.3f} GiB expected at the peak ({peak})"),
         ("begins", begins),
+        (
+            "saves",
+            f"every {every} steps, and the last" if (every := recipe.checkpoint.every) else "where it is stopped (checkpoint.every is 0)",
+        ),
         (weights, f"hash {digest}" if digest else "not hashed"),
         ("output", recipe.output_dir),
     ]
@@ -231,7 +235,7 @@ def _end_table(*, recipe: Recipe, values: dict[str, float], wall_s: float, resum
     own = (train.max_steps - resumed_step) * train.global_batch_size * recipe.data.sequence_length  # Tokens since the run was resumed.
     rows = [
         ("train/loss", f"{values['train/loss']:.4f} nats"),
-        ("tokens seen", f"{own:,.0f} in {duration(wall_s)}"),
+        ("tokens of this launch", f"{own:,.0f} in {duration(wall_s)}"),
         ("tokens/s", f"{own / wall_s:,.0f}, evaluation included"),
         ("files", f"{recipe.output_dir}/config.yaml, {recipe.output_dir}/metrics.jsonl"),
     ]

@@ -211,7 +211,7 @@ def train(
             waiting = time.perf_counter()
             rows, failure = _next(batches, stop)  # [rows, sequence_length + 1]
             data_wait_s += time.perf_counter() - waiting
-            agreed = agree(group, failure=failure, stop=stop.requested(), save_failed=saver.failed())
+            agreed = agree(group, failure=failure or run.log.failure, stop=stop.requested(), save_failed=saver.failed())
             if agreed.save_failed:
                 _saved(saver.finish, recipe=recipe, run=run)
             if rows is None or agreed.failure is not None or agreed.stop:
@@ -293,6 +293,8 @@ def train(
         if asked_to_stop("save") and saver.step != now.step:  # What comes after the loop may not be waited for.
             _saved(functools.partial(save, batches.position()), recipe=recipe, run=run)
         _saved(saver.finish, recipe=recipe, run=run)
+        if failure := agree(group, failure=run.log.failure).failure:
+            raise UserError(failure)
     return values
 
 
