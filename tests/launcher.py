@@ -80,7 +80,7 @@ def start(
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=clean | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | (environment or {}),
+        env=clean | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONFAULTHANDLER": "1"} | (environment or {}),
         stdout=stdout,
         stderr=stderr,
         text=True,

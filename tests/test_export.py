@@ -297,13 +297,15 @@ def test_a_run_gives_its_newest_whole_checkpoint_and_says_so(sharded: Any, tmp_p
 
 
 def test_a_wrong_byte_is_found_before_anything_is_written(sharded: Any, tmp_path: Path) -> None:
-    output_dir = copied_run(sharded, tmp_path, (2,))
-    path = output_dir / "checkpoints" / "step_00000002" / "__0_0.distcp"
+    """Of a checkpoint that is named; of a run it is passed over as it is when the run is resumed."""
+    output_dir = copied_run(sharded, tmp_path, (2, 10))
+    path = output_dir / "checkpoints" / "step_00000010" / "__0_0.distcp"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert command(output_dir) == f"{path.parent}: damaged: __0_0.distcp: not what its checksum says; export another checkpoint"
+    assert command(path.parent) == f"{path.parent}: damaged: __0_0.distcp: not what its checksum says; export another checkpoint"
     assert not (output_dir / "model").exists()
+    assert exportable(output_dir) == (path.parent.with_name("step_00000002"), output_dir / "model")
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Launch
         result = launch(folder / "out", timeout=90, **files(mistake, folder))
         return result, time.monotonic() - start, folder
 
+    tmp_path_factory.getbasetemp()  # Made once, not by three threads at a time.
     with ThreadPoolExecutor(3) as executor:
         everything = MISTAKES | LAUNCHER_DIES
         return dict(zip(everything, executor.map(run, everything.values()), strict=True))

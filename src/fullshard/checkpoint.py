@@ -55,7 +55,7 @@ from fullshard.manifest import (
     settle,
     write_manifest,
 )
-from fullshard.model import canonical_parameters
+from fullshard.model import canonical_parameters, whole_tensor
 from fullshard.sharding import Placement
 from fullshard.tensors import restore_tensors, training_tensors
 
@@ -71,6 +71,8 @@ class Resume:
     """Optimizer steps over which the learning rate's schedule is laid out."""
     folder: Path | None = None
     """Of the checkpoint; None at the beginning."""
+    own: bool = False
+    """Whether it is one of this run's folder."""
     step: int = 0
     """Optimizer steps done."""
     position: dict[str, Any] | None = None
@@ -121,7 +123,7 @@ def _candidates(recipe: Recipe) -> list[Path]:
     if folder.is_symlink() and not folder.exists():
         raise mistake(recipe, "output_dir", "its folder checkpoints is a link to a place that is not there")
     with _file_errors(f"{folder}: cannot be read"):
-        settle(checkpoints_folder(recipe.output_dir))
+        settle(folder)
         own = list(checkpoint_steps(recipe.output_dir).values())
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and any(_launch_of(folder) == _launch() for folder in own):
         return own
@@ -157,9 +159,10 @@ def _read(recipe: Recipe, folder: Path, notes: Iterable[str]) -> Resume:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         step, position = int(state["step"]), state["position"]
         saved_recipe, saved_steps = state["recipe"], int(state["schedule_steps"])
+    own = folder.resolve().parent == checkpoints_folder(recipe.output_dir).resolve()
     changes = check_changes(saved_recipe, recipe, folder=folder)
     if step >= recipe.train.max_steps:
-        if not _own(folder, recipe):
+        if not own:
             raise mistake(recipe, "train.max_steps", f"{folder} has done {step} steps, the run is complete; raise it to go on")
         done = f"{folder} has done {step} steps, train.max_steps is {recipe.train.max_steps}: the run is complete"
         model = Path(recipe.output_dir) / "model"
@@ -174,6 +177,7 @@ def _read(recipe: Recipe, folder: Path, notes: Iterable[str]) -> Resume:
         notes.append(said)
     return Resume(
         folder=folder,
+        own=own,
         step=step,
         position=position,
         num_processes=state["num_processes"],
@@ -181,15 +185,10 @@ def _read(recipe: Recipe, folder: Path, notes: Iterable[str]) -> Resume:
         tokens_seen=state["tokens_seen"],
         device=state["device"],
         rollbacks=state["rollbacks"],
-        wandb_id=state["wandb_id"] if _own(folder, recipe) else None,
+        wandb_id=state["wandb_id"] if own else None,
         scaler=state["scaler"],
         notes=tuple(notes),
     )
-
-
-def _own(folder: Path, recipe: Recipe) -> bool:
-    """Whether it is a checkpoint of this run's folder."""
-    return folder.resolve().parent == checkpoints_folder(recipe.output_dir).resolve()
 
 
 def load_checkpoint(
@@ -205,9 +204,8 @@ def load_checkpoint(
     """Put weights, moments, schedule and random states where the run starts: at the checkpoint, or at the seed. Collective.
 
     Exact; at another number of processes each rank reads what its shards need, and dropout is drawn from the seed and the step, as on
-    another kind of device. Learning
-    rate, betas and decay are the recipe's. Raises UserError on every rank where the model has other parameters than the checkpoint, or
-    where it cannot be read.
+    another kind of device. Learning rate, betas and decay are the recipe's. Raises UserError on every rank where the model has other
+    parameters than the checkpoint, or where it cannot be read.
     """
     # Dropout: other numbers on each rank, the same in each run.
     set_seed((recipe.seed + resume.step) % (2**32 - accelerator.num_processes), device_specific=True)
@@ -259,7 +257,7 @@ class Saver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.step: int | None = resume.step if resume.folder is not None and _own(resume.folder, recipe) else None
+        self.step: int | None = resume.step if resume.own else None
         """Of the last save, or of the checkpoint of this folder that the run was resumed from; None after a failure or a rollback."""
         self.saved_step = self.step
         """Of the newest one that is complete, as far as this rank knows."""
@@ -357,7 +355,7 @@ class Saver:
             listed = {entry.relative_path for entry in index.storage_data.values()}
             names = [name for name in listed if name.startswith(f"__{self._accelerator.process_index}_")]
             written = from_all(self._accelerator, lambda: self._record(partial, names, place=place), group=group)
-            keep = {self._resume.step} if self._resume.folder is not None and _own(self._resume.folder, self._recipe) else set()
+            keep = {self._resume.step} if self._resume.own else set()
             on_main(self._accelerator, lambda: self._commit(partial, final, state, written, listed, place=place), group=group)
             self.saved_step = state["step"]
             if not retain_all:
@@ -414,7 +412,7 @@ class Saver:
         """Whole tensors in host memory on the main process, none elsewhere. Collective; a rank holds one whole tensor at a time."""
         main, gathered = self._accelerator.is_main_process, {}
         for name, tensor in tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = whole_tensor(tensor)
             if main:
                 gathered[name] = self._staged(name, whole)
             del whole

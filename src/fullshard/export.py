@@ -70,11 +70,9 @@ def export_model(*, accelerator: Accelerator, model: nn.Module, tokenizer: PreTr
 def export_checkpoint(checkpoint: Path, *, folder: Path, dtype: str) -> Path:
     """Write a checkpoint's weights as `dtype` into `folder`, an older export there is replaced. In one process, without torch.distributed.
 
-    Every byte of the checkpoint is checked first where it has checksums. Raises UserError where one is wrong, where a parameter of the
+    For a checkpoint that is whole: `exportable`, and a run that is resumed, have read every byte. Raises UserError where a parameter of the
     recipe's model is not in it, where the recipe's tokenizer is gone, or where the folder cannot be written.
     """
-    if found := faults(checkpoint, hashes=True):
-        raise UserError(f"{checkpoint}: damaged: {found[0]}; export another checkpoint")
     with one_line(f"{checkpoint / STATE}"):
         recipe = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["recipe"]
         tokenizer = load_tokenizer(recipe["data"]["tokenizer"])
@@ -106,11 +104,14 @@ def export_checkpoint(checkpoint: Path, *, folder: Path, dtype: str) -> Path:
 def exportable(path: Path, *, say: Callable[[str], None] = print) -> tuple[Path, Path | None]:
     """(checkpoint, folder of its run's export) for a run folder or a checkpoint; None for one that lies in no run.
 
-    A run's checkpoint is the newest that is whole, every byte of it. Raises UserError where there is none.
+    A run's checkpoint is the newest that is whole, every byte of it where it has checksums. Raises UserError where there is none, or where
+    the one that is named is not.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; name a run folder, or a checkpoint in its folder checkpoints/")
     if (path / MANIFEST).is_file() or (path / STATE).is_file():
+        if found := faults(path, hashes=True):
+            raise UserError(f"{path}: damaged: {found[0]}; export another checkpoint")
         folder = path.resolve().parent
         return path, folder.with_name("model") if folder.name == "checkpoints" else None
     for checkpoint in reversed(checkpoint_steps(path).values()):

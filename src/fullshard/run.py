@@ -22,7 +22,7 @@ from fullshard.checkpoint import Resume
 from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
 from fullshard.evaluate import complete
 from fullshard.export import describe_export, export_model
-from fullshard.manifest import checkpoint_steps, checkpoints_folder
+from fullshard.manifest import checkpoint_steps
 from fullshard.memory import GIB, predict_memory
 from fullshard.metrics import RunLog, open_log
 from fullshard.model import canonical_parameters, sharded_fraction, weights_hash, whole_shape
@@ -157,7 +157,7 @@ def _open_run_folder(output_dir: Path, *, config: dict[str, Any], resume: Resume
 
     Of a run that is continued that is nothing but checkpoints of later steps, which are done again: `auto` would take them for the newest.
     """
-    if resume.folder is not None and resume.folder.resolve().parent == checkpoints_folder(output_dir).resolve():
+    if resume.own:
         earlier = later_checkpoints(output_dir, resume.step)
         earlier += [model] if (model := output_dir / "model").exists() else []  # Of fewer steps: it would pass for this run's.
     else:
