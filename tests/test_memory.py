@@ -188,7 +188,8 @@ def one_step(*, model: ModelConfig, rows: int, length: int, checkpointing: bool,
     optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(built.parameters(), lr=1e-3, fused=True))
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, factor=1.0)
     ids = torch.randint(0, model.vocab_size, (2 * rows, length))
-    for _ in range(3):  # the second step rebuilds DDP's buckets
+    uses = []
+    for _ in range(5):
         with measure_memory(accelerator.device) as measurement:
             step = train_step(
                 accelerator=accelerator,
@@ -202,8 +203,11 @@ def one_step(*, model: ModelConfig, rows: int, length: int, checkpointing: bool,
                 document_end=document_end,
                 measurement=measurement,
             )
-    use = measurement.use
-    assert use is not None
+        assert measurement.use is not None
+        uses.append(measurement.use)
+    # The second step rebuilds DDP's buckets. The least of those after it: gloo's thread lets go of the tensors of a collective when it gets
+    # to it: on a busy machine 2 % of the steps have one more unit's at the peak.
+    use = min(uses[2:], key=lambda use: use.peak_allocated)
     return {
         "allocated": use.allocated - base,
         "peak": use.peak_allocated - base,
