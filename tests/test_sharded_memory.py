@@ -40,7 +40,8 @@ def memory_of_a_step(
     schedule = build_schedule(raw, optim=OPTIM, max_steps=8)
     optimizer = accelerator.prepare_optimizer(raw)
     ids = torch.randint(0, model.vocab_size, (gradient_accumulation_steps * rows, length))
-    for _ in range(3):  # The second step rebuilds DDP's buckets.
+    uses = []
+    for _ in range(5):
         with measure_memory(accelerator.device) as measurement:
             step = train_step(
                 accelerator=accelerator,
@@ -54,8 +55,9 @@ def memory_of_a_step(
                 sharding=sharding,
                 measurement=measurement,
             )
-    use = measurement.use
-    assert use is not None
+        assert measurement.use is not None
+        uses.append(measurement.use)
+    use = min(uses[2:], key=lambda use: use.peak_allocated)  # As in test_memory.
     return {
         "states": tensor_bytes(built.parameters()) + step.gradient_bytes + optimizer_bytes(raw),
         "peak": use.peak_allocated - base,
