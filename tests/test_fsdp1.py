@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from launcher import launch
-from test_memory import GQA, MHA, one_step
+from pool import ROOT
+from test_memory import GQA, MHA, memory_of_a_step
 from test_model import TIED, TINY, prepared
 from test_train_step import OPTIM, completions, global_batch, held_out_loss, reference, steps
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from fullshard.fsdp1 import FlatPiece, _row_bounds
 from fullshard.memory import GIB, predict_memory, tensor_bytes
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash, whole_shape
 from fullshard.optim import build_optimizer, build_schedule
+from fullshard.sharding import environment_from_yaml, placement_from_environment
 
 FSDP1 = "fsdp1_full_shard.yaml"
 FP32 = {"ACCELERATE_MIXED_PRECISION": "no"}
@@ -205,20 +207,15 @@ def test_predicted_memory_is_the_memory_of_a_step(
     pool: Any, strategy: str, precision: str, model: ModelConfig, rows: int, length: int, tolerance: float
 ) -> None:
     environment = {"FSDP_SHARDING_STRATEGY": strategy, "ACCELERATE_MIXED_PRECISION": precision}
+    told = environment_from_yaml(ROOT / "accelerate_configs" / FSDP1) | environment
     predicted = predict_memory(
         model=model,
-        distributed_type="FSDP",
-        shard_size=1 if strategy == "NO_SHARD" else 2,
-        mixed_precision=precision,  # type: ignore[arg-type]
+        placement=placement_from_environment(told),
         micro_batch_size=rows,
         sequence_length=length,
-        reshard_after_forward=strategy == "FULL_SHARD",
         gradient_accumulation_steps=2,
-        flat=True,
     )
-    for rank in pool.run(
-        one_step, config=FSDP1, environment=environment, model=model, rows=rows, length=length, checkpointing=False, document_end=None
-    ):
+    for rank in pool.run(memory_of_a_step, config=FSDP1, environment=environment, model=model, rows=rows, length=length):
         for category in ("parameters", "gradients", "optimizer"):
             assert rank[category] == pytest.approx(predicted[category], rel=0.001)
         assert rank["peak"] == pytest.approx(predicted["peak"], rel=tolerance)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pool import ROOT
 from test_model import prepared
+from test_train_step import OPTIM
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from fullshard.config import ModelConfig
+from fullshard.config import DEFAULT_SHARDING, ModelConfig, ShardingConfig
 from fullshard.document_mask import document_context
 from fullshard.losses import next_token_loss_sum
 from fullshard.memory import (
@@ -29,6 +32,8 @@ from fullshard.memory import (
     tensor_bytes,
 )
 from fullshard.model import llama_config
+from fullshard.optim import build_optimizer
+from fullshard.sharding import placement_from_yaml
 
 CPU = torch.device("cpu")
 GQA = ModelConfig(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
@@ -177,18 +182,27 @@ def test_a_byte_of_the_programs_is_no_marker() -> None:
     assert (use.allocated, use.peak_allocated) == (0, 9000)
 
 
-def one_step(*, model: ModelConfig, rows: int, length: int, checkpointing: bool, document_end: int | None) -> dict[str, Any]:
+def memory_of_a_step(
+    *,
+    model: ModelConfig,
+    rows: int,
+    length: int,
+    micro_batches: int = 2,
+    document_end: int | None = None,
+    sharding: ShardingConfig = DEFAULT_SHARDING,
+) -> dict[str, int]:
+    """Bytes of this rank, less what was there before the model. "in_last_layer": before its last matrix product, in its last forward."""
     from fullshard.train import train_step
 
     gc.collect()
     base = measured(lambda: None).allocated
-    accelerator, built = prepared(model)
-    if checkpointing:
-        accelerator.unwrap_model(built).gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(built.parameters(), lr=1e-3, fused=True))
+    accelerator, built = prepared(model, sharding=sharding)
+    optimizer = accelerator.prepare_optimizer(build_optimizer(built.parameters(), optim=OPTIM))
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, factor=1.0)
-    ids = torch.randint(0, model.vocab_size, (2 * rows, length))
-    uses = []
+    passed: list[int] = []
+    accelerator.unwrap_model(built).model.layers[-1].mlp.down_proj.register_forward_pre_hook(lambda *_: passed.append(time.time_ns()))
+    ids = torch.randint(0, model.vocab_size, (micro_batches * rows, length))
+    results = []
     for _ in range(5):
         with measure_memory(accelerator.device) as measurement:
             step = train_step(
@@ -201,21 +215,25 @@ def one_step(*, model: ModelConfig, rows: int, length: int, checkpointing: bool,
                 micro_batch_size=rows,
                 max_grad_norm=1.0,
                 document_end=document_end,
+                sharding=sharding,
                 measurement=measurement,
             )
-        assert measurement.use is not None
-        uses.append(measurement.use)
+        use = measurement.use
+        assert use is not None
+        results.append(
+            {
+                "allocated": use.allocated - base,
+                "peak": use.peak_allocated - base,
+                "activations": use.activations,
+                "in_last_layer": [size for at, size in use.timeline if at < passed[-1]][-1] - base,
+                "parameters": tensor_bytes(built.parameters()),
+                "optimizer": optimizer_bytes(optimizer.optimizer),
+                "gradients": step.gradient_bytes,
+            }
+        )
     # The second step rebuilds DDP's buckets. The least of those after it: gloo's thread lets go of the tensors of a collective when it gets
     # to it: on a busy machine 2 % of the steps have one more unit's at the peak.
-    use = min(uses[2:], key=lambda use: use.peak_allocated)
-    return {
-        "allocated": use.allocated - base,
-        "peak": use.peak_allocated - base,
-        "activations": use.activations,
-        "parameters": tensor_bytes(built.parameters()),
-        "optimizer": optimizer_bytes(optimizer.optimizer),
-        "gradients": step.gradient_bytes,
-    }
+    return min(results[2:], key=lambda result: result["peak"])
 
 
 @pytest.mark.parametrize(
@@ -238,19 +256,19 @@ def test_predicted_memory_is_the_memory_of_a_step(
 ) -> None:
     model = MHA if length == 8 else GQA
     sharded = config != "ddp.yaml"
+    sharding = ShardingConfig(activation_checkpointing="full" if checkpointing else None)
     predicted = predict_memory(
         model=model,
-        distributed_type="FSDP" if sharded else "DDP",
-        shard_size=2,
-        mixed_precision="no" if "fp32" in config else "bf16",
+        placement=placement_from_yaml(ROOT / "accelerate_configs" / config),
         micro_batch_size=rows,
         sequence_length=length,
         gradient_accumulation_steps=2,
-        activation_checkpointing=checkpointing,
         document_mask=document_mask,
+        sharding=sharding,
     )
     end = 0 if document_mask else None
-    for rank in pool.run(one_step, config=config, model=model, rows=rows, length=length, checkpointing=checkpointing, document_end=end):
+    step = {"model": model, "rows": rows, "length": length, "document_end": end, "sharding": sharding}
+    for rank in pool.run(memory_of_a_step, config=config, **step):
         assert rank["parameters"] == predicted["parameters"]
         assert rank["gradients"] == predicted["gradients"]
         assert rank["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.001)  # and one step counter per parameter

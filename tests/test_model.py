@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.config import ModelConfig, RopeParameters, ShardingConfig
+from fullshard.config import DEFAULT_SHARDING, ModelConfig, RopeParameters, ShardingConfig
 from fullshard.errors import UserError
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash
 from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, vocabulary_size
@@ -38,12 +38,12 @@ TIED = ModelConfig(
 )
 
 
-def prepared(model: ModelConfig = TINY, *, seed: int = 7) -> tuple[Any, Any]:
+def prepared(model: ModelConfig = TINY, *, seed: int = 7, sharding: ShardingConfig = DEFAULT_SHARDING) -> tuple[Any, Any]:
     from fullshard.accelerator import build_accelerator, prepare_model
     from fullshard.sharding import placement_from_environment
 
-    accelerator = build_accelerator(placement=placement_from_environment(), sharding=ShardingConfig(), trackers=[])
-    return accelerator, prepare_model(accelerator, build_on_meta(llama_config(model)), seed=seed)
+    accelerator = build_accelerator(placement=placement_from_environment(), sharding=sharding, trackers=[])
+    return accelerator, prepare_model(accelerator, build_on_meta(llama_config(model)), seed=seed, sharding=sharding)
 
 
 def initial_state(model: ModelConfig = TINY, seed: int = 7) -> dict[str, Any]:

@@ -103,6 +103,11 @@ WRONG = [
         "fsdp_activation_checkpointing: true: goes around the classes that are wrapped, and SIZE_BASED_WRAP names none; "
         "use the recipe's sharding.activation_checkpointing",
     ),
+    (
+        fsdp(auto_wrap_policy="NO_WRAP", activation_checkpointing=True),
+        "fsdp_activation_checkpointing: true: goes around the classes that are wrapped, and NO_WRAP names none; "
+        "use the recipe's sharding.activation_checkpointing",
+    ),
     (fsdp(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=0), "fsdp_config.min_num_params: 0: must be an integer >= 1"),
     (
         fsdp(**FSDP1, sharding_strategy=1),
@@ -219,12 +224,16 @@ VARIANTS = [
     BASE + "dynamo_config: {backend: inductor, use_regional_compilation: true}\nmixed_precision: fp16",
     BASE + "dynamo_backend: EAGER",
     BASE + "mixed_precision: null\nmain_process_ip: null\ntpu_env: []\ntpu_use_cluster: false\ndowncast_bf16: 'no'\nrdzv_backend: static",
-    fsdp(activation_checkpointing=True, activation_checkpointing_offload=True, offload_params=True, reshard_after_forward=False),
+    fsdp(
+        **{"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "activation_checkpointing": True, "activation_checkpointing_offload": True},
+        offload_params=True,
+        reshard_after_forward=False,
+    ),
     fsdp(auto_wrap_policy="NO_WRAP", state_dict_type="FULL_STATE_DICT"),
     fsdp(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap="LlamaDecoderLayer,Embedding"),
     fsdp(**FSDP1),
     fsdp(**FSDP1, sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True, backward_prefetch="BACKWARD_POST", use_orig_params=True),
-    fsdp(**FSDP1, sharding_strategy="NO_SHARD", backward_prefetch="NO_PREFETCH", activation_checkpointing=True),
+    fsdp(**FSDP1, sharding_strategy="NO_SHARD", auto_wrap_policy="TRANSFORMER_BASED_WRAP", activation_checkpointing=True),
     "distributed_type: MULTI_GPU\nnum_processes: 3",
     "distributed_type: 'NO'",
 ]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pool import ROOT
 from test_checkpoint import FP32, recipe_for, run_steps
-from test_memory import GQA, measured
+from test_memory import GQA, measured, memory_of_a_step
 from test_model import TINY
 from test_train_step import OPTIM, global_batch, whole_parameters
 from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ from fullshard.memory import count_cpu_memory, measure_memory, predict_memory
 from fullshard.model import build_on_meta, llama_config, materialise
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.parsing import parse_recipe
-from fullshard.sharding import check_sharding, placement_from_yaml
+from fullshard.sharding import Placement, check_sharding, placement_from_yaml
 from fullshard.units import checkpoint_layers
 
 CPU = torch.device("cpu")
@@ -374,9 +374,7 @@ def test_activations_kept_by_each_kind() -> None:
     for bytes_kept, sharding in zip(kept, (PLAIN, SELECTIVE, EVERY_TWO, FULL), strict=True):
         predicted = predict_memory(
             model=deep,
-            distributed_type="DDP",
-            shard_size=1,
-            mixed_precision="no",
+            placement=Placement(),
             micro_batch_size=4,
             sequence_length=128,
             sharding=sharding,
@@ -404,26 +402,6 @@ def test_nothing_is_kept_where_no_backward_comes() -> None:
     assert evaluated(SELECTIVE) == evaluated(PLAIN)
 
 
-def peak_of_a_step(*, sharding: ShardingConfig, model: ModelConfig, rows: int, length: int) -> int:
-    from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.sharding import placement_from_environment
-    from fullshard.train import train_step
-
-    gc.collect()
-    base = measured(lambda: None).allocated
-    accelerator = build_accelerator(placement=placement_from_environment(), sharding=sharding, trackers=[])
-    built = prepare_model(accelerator, build_on_meta(llama_config(model)), seed=7, sharding=sharding)
-    optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(built.parameters(), fused=True))
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, factor=1.0)
-    ids = torch.randint(0, model.vocab_size, (2 * rows, length))
-    parts = {"accelerator": accelerator, "model": built, "optimizer": optimizer, "schedule": schedule, "sharding": sharding}
-    for _ in range(2):
-        with measure_memory(accelerator.device) as measurement:
-            train_step(**parts, inputs=ids, targets=ids, micro_batch_size=rows, max_grad_norm=1.0, measurement=measurement)
-    assert measurement.use is not None
-    return measurement.use.peak_allocated - base
-
-
 @pytest.mark.parametrize(
     ("config", "sharding", "world_size", "rows", "length"),
     [
@@ -441,15 +419,13 @@ def test_predicted_memory_with_each_setting(
 ) -> None:
     """To 8 %: the order in which buffers are freed is not modelled. Each setting moves the prediction, and by more than 1 %."""
     model = replace(GQA, num_hidden_layers=6)
-    numbers = {"mixed_precision": "no" if "fp32" in config else "bf16", "micro_batch_size": rows, "sequence_length": length}
-    predict = functools.partial(
-        predict_memory, model=model, distributed_type="FSDP", shard_size=world_size, **numbers, gradient_accumulation_steps=2
-    )
-    predicted = predict(sharding=sharding)["peak"]
-    assert abs(predicted / predict()["peak"] - 1) > 0.01
-    step = {"sharding": sharding, "model": model, "rows": rows, "length": length}
-    for peak in pool.run(peak_of_a_step, config=config, world_size=world_size, **step):
-        assert peak == pytest.approx(predicted, rel=0.08)
+    placement = placement_from_yaml(ROOT / "accelerate_configs" / config, num_processes=world_size)
+    numbers = {"placement": placement, "micro_batch_size": rows, "sequence_length": length, "gradient_accumulation_steps": 2}
+    predicted = predict_memory(model=model, **numbers, sharding=sharding)["peak"]
+    assert abs(predicted / predict_memory(model=model, **numbers)["peak"] - 1) > 0.01
+    step = {"model": model, "rows": rows, "length": length, "sharding": sharding}
+    for rank in pool.run(memory_of_a_step, config=config, world_size=world_size, **step):
+        assert rank["peak"] == pytest.approx(predicted, rel=0.08)
 
 
 REFUSED = {

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,9 @@ import torch
 from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 from torch.distributed.tensor import DTensor
 
+from fullshard.communication import fsdp_units
 from fullshard.config import DEFAULT_SHARDING, ModelConfig, ShardingConfig
+from fullshard.sharding import Placement
 
 GIB = 2**30
 
@@ -234,69 +237,64 @@ def activation_bytes_per_token(
 def predict_memory(
     *,
     model: ModelConfig,
-    distributed_type: Literal["FSDP", "DDP"],
-    shard_size: int,
-    mixed_precision: Literal["no", "bf16", "fp16"],
+    placement: Placement,
     micro_batch_size: int,
     sequence_length: int,
-    reshard_after_forward: bool = True,
     gradient_accumulation_steps: int = 1,
-    activation_checkpointing: bool = False,
-    wrapped: bool = True,
     document_mask: bool = False,
-    flat: bool = False,
     sharding: ShardingConfig = DEFAULT_SHARDING,
 ) -> dict[str, int]:
     """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
 
-    P = parameters, s = shard_size (1 under DDP), c = 2 under mixed precision, else 4, T = micro_batch_size x sequence_length tokens.
+    P = parameters, s = dp_shard_size (1 without FSDP), c = 2 under mixed precision, else 4, T = micro_batch_size x sequence_length tokens;
+    U = parameters of the largest of the units (`communication.fsdp_units`), R of the root's own, K of those that stay gathered.
     parameters 4 P / s; gradients 4 P / s; optimizer 8 P / s.
-    gathered: FSDP2 holds the unit in use and the next one: 2 c x the largest of embedding, layer and [norm, head]; without reshard after
-      forward c P. DDP: the reduction buckets, 4 P, and under autocast the cached casts of the linear weights.
+    gathered: FSDP2 holds the root's, the unit in use and the next one: c (R + 2 U); without reshard after forward c P. Without sharding the
+      casts of the linear weights that autocast keeps, and under DDP the reduction buckets, 4 P.
     activations: T x activation_bytes_per_token at the end of the forward; with checkpointing a layer keeps its input (c H; DDP 4 H).
       document_mask adds its mask, c x micro_batch_size x sequence_length^2, which all layers share.
     peak = parameters + optimizer + the largest of
-      the loss's backward: activations, logits dropped, + 8 V T (gradients of log-probabilities and logits, fp32) + the tail's weights, or
-        all that is gathered
+      the loss's backward: activations, logits dropped, + 8 V T (gradients of log-probabilities and logits, fp32) + c K
       a layer's backward: layers' activations (one recomputed) + gathered + one unit's unsharded gradient (c) and its fp32 reduction input
-      the last backward: gradients + gathered + the same two
-    with, from the second micro batch on, the gradients under each. Not wrapped: the model is one unit, gathered whole from
-    forward to backward. Shards are padded to equal rows, which is left out.
-    flat: FSDP1, see `_flat_peak`; shard_size 1 is its NO_SHARD.
+      the last backward: gradients + c (R + 2 U), under DDP the buckets + the same two
+    with, from the second micro batch on, the gradients under each, and at the last backward the shard of a unit's that is to be added to
+    them, 4 U / s; with replicas, whose shards wait for the end of the backward, all of them.
+    Shards are padded to equal rows, which is left out.
+    FSDP1: see `_flat_peak`.
     sharding: what the recipe's section changes of that.
-      activation_checkpointing (activation_checkpointing: the accelerate YAML's own, full): `_kept_by_layers`. Its offload is left out.
+      activation_checkpointing (full where the placement says it): `_kept_by_layers`. Its offload is left out.
       forward_prefetch, backward_prefetch: so many units beside the one in use instead of one.
       reshard_after_forward_size r: from forward to backward 1/r of each unit but the tail, in the compute type.
       reshard_after_backward false: all that is gathered is still there at the last backward, from the second micro batch on.
       gradient_sync every_step: the whole gradient, 4 P (2 P in bfloat16), in place of the gradients of earlier micro batches.
     """
-    c = 4 if mixed_precision == "no" else 2
+    c = 4 if placement.mixed_precision == "no" else 2
     counts = parameter_counts(model)
     tokens = micro_batch_size * sequence_length
-    sharded = distributed_type == "FSDP"
-    local = -(-counts["total"] // shard_size) if sharded else counts["total"]
+    sharded = placement.distributed_type == "FSDP"
+    flat = sharded and placement.fsdp_version == 1
+    local = -(-counts["total"] // placement.dp_shard_size) if sharded else counts["total"]
     parameters, gradients, optimizer = 4 * local, 4 * local, 8 * local
 
-    largest = max(counts["embedding"], counts["layer"], counts["tail"]) if wrapped else counts["total"]
-    reshard_after_forward = reshard_after_forward and wrapped
+    whole = c * counts["total"]
+    units = {unit.name: sum(math.prod(shape) for shape in unit.shapes) for unit in fsdp_units(model, placement)}
+    kept = sum(units[unit.name] for unit in fsdp_units(model, placement) if not unit.resharded)
+    root = units.pop("", 0)
     if sharded:
         ahead = max(1, sharding.forward_prefetch or 1, sharding.backward_prefetch or 1)
-        whole = c * counts["total"]
-        gathered = min(whole, (1 + ahead) * c * largest) if reshard_after_forward else whole
-        gathered_at_loss = c * counts["tail"] if reshard_after_forward else gathered
-        reducing = (c + 4) * largest
+        at_last = min(whole, c * (root + (1 + ahead) * max(units.values(), default=0)))
+        gathered = at_last if placement.reshard_after_forward else whole
     else:
         casts = c * (counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])) if c < 4 else 0
-        gathered = gathered_at_loss = 4 * counts["total"] + casts
-        reducing = 0
+        at_last = 4 * counts["total"] if placement.distributed_type == "MULTI_GPU" else 0
+        gathered = at_last + casts
 
     per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=document_mask)
     if flat:  # Accelerate returns FSDP1's logits in fp32.
         per_token |= {"head": per_token["head"] + (4 - c) * model.vocab_size, "logits": 4 * model.vocab_size}
-    kind = sharding.activation_checkpointing or ("full" if activation_checkpointing else "none")
     layers, recomputed = _kept_by_layers(
         model,
-        kind=kind,
+        kind=sharding.activation_checkpointing or ("full" if placement.activation_checkpointing else "none"),
         every=sharding.activation_checkpointing_every or 1,
         layer=per_token["layer"],
         layer_input=(c if sharded else 4) * model.hidden_size,
@@ -305,16 +303,19 @@ def predict_memory(
     mask = c * tokens * sequence_length if document_mask else 0
     activations = mask + tokens * (layers + per_token["head"])
     several = gradient_accumulation_steps > 1
-    unreduced = {"float32": 4, "bfloat16": 2}[sharding.reduce_dtype] * counts["total"]
-    summed = unreduced if sharded and several and sharding.gradient_sync == "every_step" else gradients
+    late = sharded and several and sharding.gradient_sync == "every_step"
+    summed = {"float32": 4, "bfloat16": 2}[sharding.reduce_dtype] * counts["total"] if late else gradients
     earlier = summed if several else 0
     loss = activations + tokens * (8 * model.vocab_size - per_token["logits"])
     if flat:
         gathered, peak = _flat_peak(
-            counts=counts if wrapped else {**counts, "layer": 0, "embedding": counts["total"], "tail": 0},
+            root=root,
+            layer=max(units.values(), default=0),
+            total=counts["total"],
+            tail=counts["tail"] if units else 0,
             compute_bytes=c,
-            shard_size=shard_size,
-            keep=not reshard_after_forward,
+            shard_size=placement.dp_shard_size,
+            keep=not placement.reshard_after_forward,
             gradients=gradients,
             earlier=earlier,
             loss=loss,
@@ -322,13 +323,18 @@ def predict_memory(
             last_layer=tokens * (layers // model.num_hidden_layers - recomputed),
         )
     else:
-        held = 0
+        largest = max([root, *units.values()])
+        reducing = (c + 4) * largest if sharded else 0
+        added = gradients if placement.dp_replicate_size > 1 else 4 * largest // placement.dp_shard_size
+        smaller = 0
         if sharding.reshard_after_forward_size is not None:
-            held = c * (counts["total"] - counts["tail"]) // sharding.reshard_after_forward_size
+            smaller = c * (counts["total"] - kept) // sharding.reshard_after_forward_size
+        if not sharding.reshard_after_backward and several:
+            at_last = whole
         peak = max(
-            earlier + loss + gathered_at_loss + held,
-            earlier + mask + tokens * (layers + recomputed) + gathered + held + reducing,
-            summed + (gathered if sharding.reshard_after_backward or not several else whole) + reducing,
+            earlier + loss + (c * kept if sharded else gathered) + smaller,
+            earlier + mask + tokens * (layers + recomputed) + gathered + smaller + reducing,
+            summed + at_last + reducing + (added if sharded and several and not late else 0),
         )
     return {
         "parameters": parameters,
@@ -368,7 +374,10 @@ def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, la
 
 def _flat_peak(
     *,
-    counts: Mapping[Literal["embedding", "layer", "tail", "total"], int],
+    root: int,
+    layer: int,
+    total: int,
+    tail: int,
     compute_bytes: int,
     shard_size: int,
     keep: bool,
@@ -378,7 +387,7 @@ def _flat_peak(
     layers: int,
     last_layer: int,
 ) -> tuple[int, int]:
-    """(bytes that FSDP1 gathers, peak without parameters and optimizer state).
+    """(bytes that FSDP1 gathers, peak without parameters and optimizer state). root, layer, total, tail: parameters.
 
     Embedding, norm and head are one unit, the root, which stays gathered from the forward to the end of the backward. Beside it two layers
     are gathered, one in use and one prefetched (BACKWARD_PRE), at the loss the latter; SHARD_GRAD_OP (keep) has all; NO_SHARD in fp32 none,
@@ -387,14 +396,13 @@ def _flat_peak(
     loss: activations and what the loss's backward adds; layers: the layers' activations, of which last_layer is gone when the last one's
     gradient is reduced.
     """
-    c, root, layer = compute_bytes, counts["embedding"] + counts["tail"], counts["layer"]
+    c = compute_bytes
     cast = 4 if c < 4 else 0
     held = 0 if shard_size == 1 and c == 4 else c
-    gathered = held * (counts["total"] if keep and shard_size > 1 else root + 2 * layer)
-    head_gradient = c * counts["tail"]
+    gathered = held * (total if keep and shard_size > 1 else root + 2 * layer)
     return gathered, max(
         earlier + loss + (gathered if keep and shard_size > 1 else held * (root + layer)),
-        earlier + layers + gathered + head_gradient,
-        earlier + layers - last_layer + gathered + head_gradient + (2 * c + cast) * layer,
+        earlier + layers + gathered + c * tail,
+        earlier + layers - last_layer + gathered + c * tail + (2 * c + cast) * layer,
         gradients + (held + 2 * c + cast) * root + (4 * root // shard_size if earlier and shard_size > 1 else 0),
     )

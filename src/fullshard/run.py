@@ -133,21 +133,14 @@ def _hash_key(resume: Resume) -> str:
 
 def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, int]:
     """Bytes per rank of a training step, by category and at its peak: memory.predict_memory for this run."""
-    sharded = placement.distributed_type == "FSDP"
     assert recipe.train.micro_batch_size is not None  # resolve_batch has filled it in.
     return predict_memory(
         model=recipe.model,
-        distributed_type="FSDP" if sharded else "DDP",
-        shard_size=placement.dp_shard_size if sharded else 1,
-        mixed_precision=placement.mixed_precision,
+        placement=placement,
         micro_batch_size=recipe.train.micro_batch_size,
         sequence_length=recipe.data.sequence_length,
-        reshard_after_forward=placement.reshard_after_forward,
         gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
-        activation_checkpointing=placement.activation_checkpointing,
-        wrapped=placement.auto_wrap_policy != "NO_WRAP",
         document_mask=recipe.data.document_mask,
-        flat=sharded and placement.fsdp_version == 1,
         sharding=recipe.sharding,
     )
 

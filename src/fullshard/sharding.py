@@ -434,8 +434,8 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
     policy = env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
     if policy == "SIZE_BASED_WRAP" and version == "1":
         raise _mistake(source, "fsdp_auto_wrap_policy", policy, "not supported with FSDP1; write fsdp_version: 2")
-    if policy == "SIZE_BASED_WRAP" and flag("FSDP_ACTIVATION_CHECKPOINTING", "false"):
-        fix = "goes around the classes that are wrapped, and SIZE_BASED_WRAP names none; use the recipe's sharding.activation_checkpointing"
+    if policy != "TRANSFORMER_BASED_WRAP" and flag("FSDP_ACTIVATION_CHECKPOINTING", "false"):
+        fix = f"goes around the classes that are wrapped, and {policy} names none; use the recipe's sharding.activation_checkpointing"
         raise _mistake(source, "fsdp_activation_checkpointing", True, fix)
     replicate, shard = 1, processes
     reshard_after_forward = flag("FSDP_RESHARD_AFTER_FORWARD", "true")
