@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from pool import ROOT
-from test_model import TIED, TINY
+from test_model import TIED, TINY, prepared
 from test_train_step import OPTIM
 from transformers import LlamaForCausalLM
 
 from fullshard.communication import Communication, count_communication, fsdp_units, parameter_shapes, sent_bytes, step_communication
 from fullshard.config import ModelConfig, ShardingConfig
-from fullshard.model import build_on_meta, llama_config
+from fullshard.model import llama_config
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.sharding import Placement, placement_from_environment
 
@@ -26,12 +26,10 @@ NO = {"ACCELERATE_MIXED_PRECISION": "no"}
 
 def step_counts(model: ModelConfig, sharding: ShardingConfig) -> list[tuple[Communication, Communication]]:
     """(counted, computed) of a step with 1 micro batch and one with 3. The steps before them let DDP rebuild its buckets."""
-    from fullshard.accelerator import build_accelerator, prepare_model
     from fullshard.train import train_step
 
     placement = placement_from_environment()
-    accelerator = build_accelerator(placement=placement, sharding=sharding, trackers=[])
-    built = prepare_model(accelerator, build_on_meta(llama_config(model)), seed=0, sharding=sharding)
+    accelerator, built = prepared(model, sharding=sharding)
     raw = build_optimizer(built.parameters(), optim=OPTIM)
     schedule = build_schedule(raw, optim=OPTIM, max_steps=8)
     optimizer = accelerator.prepare_optimizer(raw)

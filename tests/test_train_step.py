@@ -98,11 +98,13 @@ def reference(max_grad_norm: float | None = None, count: int = 3, optim: OptimCo
     ("config", "world_size", "micro_batch_size"),
     [
         ("fsdp_fp32.yaml", 1, 8),
+        ("fsdp_fp32.yaml", 1, 4),
         ("fsdp_fp32.yaml", 1, 2),
         ("fsdp_fp32.yaml", 2, 4),
         ("fsdp_fp32.yaml", 2, 2),
         ("fsdp_fp32.yaml", 2, 1),
         ("fsdp_fp32.yaml", 4, 2),
+        ("fsdp_fp32.yaml", 4, 1),
         ("ddp", 2, 2),
         ("ddp", 4, 1),
     ],

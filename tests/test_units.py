@@ -16,7 +16,7 @@ import torch
 from pool import ROOT
 from test_checkpoint import FP32, recipe_for, run_steps
 from test_memory import GQA, measured, memory_of_a_step
-from test_model import TINY
+from test_model import TINY, prepared
 from test_train_step import OPTIM, global_batch, whole_parameters
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -56,12 +56,9 @@ def _one_thread() -> Iterator[None]:
 
 def prepared_with(sharding: ShardingConfig, *, model: ModelConfig = TINY) -> tuple[Any, Any, Any]:
     """(accelerator, model, a call that takes one optimizer step of two micro batches)."""
-    from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.sharding import placement_from_environment
     from fullshard.train import train_step
 
-    accelerator = build_accelerator(placement=placement_from_environment(), sharding=sharding, trackers=[])
-    built = prepare_model(accelerator, build_on_meta(llama_config(model)), seed=7, sharding=sharding)
+    accelerator, built = prepared(model, sharding=sharding)
     # The bias of the keys has no gradient but rounding, which AdamW's usual eps would blow up to a step of the learning rate.
     raw = build_optimizer(built.parameters(), optim=replace(OPTIM, eps=1e-3))
     inputs, targets = (rows[accelerator.process_index :: accelerator.num_processes] for rows in global_batch())
