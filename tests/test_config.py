@@ -78,6 +78,10 @@ WRONG_FILES = [
         "model: {rope_parameters: {factor: 8}}",
         "model.rope_parameters.factor: 8.0: not used by rope_type default; remove it or choose another",
     ),
+    ("model: {rope_parameters: {theta: 8}}", "model.rope_parameters.theta: unknown key; did you mean rope_theta?"),
+    ("seed: 4294967296", "seed: 4294967296: must be less than 2**32, which NumPy's generator takes"),
+    ("logging: {sample_prompts: ['', x]}", 'logging.sample_prompts: ["", "x"]: a prompt must not be empty'),
+    ("train: [3", "line 1: not YAML: expected ',' or ']', but got '<stream end>'"),
     ("data: {sequence_length: 4096}", "data.sequence_length: 4096: must be at most model.max_position_embeddings, 2048"),
     (
         "train: {global_batch_size: 26, micro_batch_size: 4}",
