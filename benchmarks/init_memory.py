@@ -18,7 +18,8 @@ from accelerate.utils import gather_object
 
 from fullshard.accelerator import build_accelerator, check_precision, prepare_model
 from fullshard.errors import one_line_errors
-from fullshard.memory import GIB, host_rss_bytes
+from fullshard.estimate import GIB
+from fullshard.memory import host_rss_bytes
 from fullshard.model import build_on_meta, llama_config, sharded_fraction, weights_hash
 from fullshard.parsing import parse_recipe
 from fullshard.sharding import check_launch

@@ -57,9 +57,10 @@ MIB = 2**20
 def take_steps(*, steps: int, words: Sequence[str]) -> dict[str, Any]:
     """What rank 0 measures over `steps` steps and one more: the recipe's run, without what is around its steps."""
     from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.communication import count_communication, sent_bytes
+    from fullshard.communication import count_communication
     from fullshard.config import resolve_batch
     from fullshard.data import train_batches
+    from fullshard.estimate import sent_bytes
     from fullshard.memory import measure_memory, optimizer_bytes, tensor_bytes
     from fullshard.model import build_on_meta, llama_config
     from fullshard.optim import build_optimizer, build_schedule

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from launcher import Launched
+from launches import launched
 from pool import GlooPool
-from runs import launched
 
 # The local servers are asked directly, whatever proxy the machine has for the rest.
 for name in ("NO_PROXY", "no_proxy"):
@@ -22,7 +22,7 @@ def pool() -> Iterator[GlooPool]:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
-    """A run of runs.py by name, launched when it is first asked for."""
+    """A run of launches.py by name, launched when it is first asked for."""
     done: dict[str, Launched] = {}
 
     def get(name: str) -> Launched:

@@ -12,8 +12,9 @@ from test_model import TIED, TINY, prepared
 from test_train_step import OPTIM
 from transformers import LlamaForCausalLM
 
-from fullshard.communication import Communication, count_communication, fsdp_units, parameter_shapes, sent_bytes, step_communication
+from fullshard.communication import count_communication
 from fullshard.config import ModelConfig, ShardingConfig
+from fullshard.estimate import Communication, fsdp_units, parameter_shapes, sent_bytes, step_communication
 from fullshard.model import llama_config
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.sharding import Placement, placement_from_environment

@@ -16,8 +16,9 @@ from test_train_step import OPTIM, completions, global_batch, held_out_loss, ref
 from torch.distributed.tensor import DTensor
 
 from fullshard.config import ModelConfig, ShardingConfig
+from fullshard.estimate import GIB, predict_memory
 from fullshard.fsdp1 import FlatPiece, _row_bounds
-from fullshard.memory import GIB, predict_memory, tensor_bytes
+from fullshard.memory import tensor_bytes
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash, whole_shape
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.sharding import environment_from_yaml, placement_from_environment

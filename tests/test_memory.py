@@ -19,18 +19,9 @@ from transformers import LlamaForCausalLM
 
 from fullshard.config import DEFAULT_SHARDING, ModelConfig, ShardingConfig
 from fullshard.document_mask import document_context
+from fullshard.estimate import activation_bytes_per_token, parameter_counts, predict_memory
 from fullshard.losses import next_token_loss_sum
-from fullshard.memory import (
-    MemoryUse,
-    _cpu_use,
-    activation_bytes_per_token,
-    count_cpu_memory,
-    measure_memory,
-    optimizer_bytes,
-    parameter_counts,
-    predict_memory,
-    tensor_bytes,
-)
+from fullshard.memory import MemoryUse, _cpu_use, count_cpu_memory, measure_memory, optimizer_bytes, tensor_bytes
 from fullshard.model import llama_config
 from fullshard.optim import build_optimizer
 from fullshard.sharding import placement_from_yaml

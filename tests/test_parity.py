@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launcher import ROOT, Launched
-from runs import FILES, LAUNCHER, OTHERS, STEPS
+from launches import FILES, LAUNCHER, OTHERS, STEPS
 from test_model import TINY, prepared
 from test_train_step import OPTIM, global_batch, reference, steps, whole_parameters
 from torch.distributed.tensor import DTensor

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from launcher import ROOT, SMALL, Launched, launch
-from runs import STEPS
+from launches import STEPS
 
+from fullshard.__main__ import _check
 from fullshard.config import OptimConfig
 from fullshard.optim import learning_rate_factor
 
@@ -51,6 +53,22 @@ def test_log_keys_are_those_promised(run: Run) -> None:
     assert all(set(line) == always | {"step"} for line in metrics[:-1])
     assert set(metrics[-1]) == always | {"step", "eval/loss", "eval/perplexity"}
     assert metrics[-1]["eval/perplexity"] == pytest.approx(math.exp(metrics[-1]["eval/loss"]))
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_check_says_what_the_run_says(run: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory and communication, before there is a process or a GPU."""
+    recipe = tmp_path / "x.yaml"
+    values = run(name).config
+    recipe.write_text(
+        yaml.safe_dump({key: values[key] for key in ("model", "data", "train", "sharding")} | {"output_dir": str(tmp_path / "out")})
+    )
+    _check(["--accelerate_config", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "--config", str(recipe)])
+    memory, communication = capsys.readouterr().out.splitlines()[-2:]
+    assert memory.startswith("memory per rank: 0.0")
+    assert " GiB sent per rank and step, in " in communication
+    for line in (memory, communication):
+        assert line in run(name).stdout
 
 
 def test_learning_rate_is_the_formula(run: Run) -> None:
@@ -97,15 +115,6 @@ def test_second_run_in_a_folder_keeps_the_first(tmp_path: Path) -> None:
     assert kept == first
     assert second.metrics[0]["train/loss"] != first[0]["train/loss"]
     assert "previous/1" in second.stdout
-
-
-def test_dropout_is_seeded_and_differs_between_ranks(tmp_path: Path) -> None:
-    first, second, other = (
-        launch(tmp_path / name, train__max_steps=2, model__attention_dropout=0.5, logging__sample_tokens=0, seed=seed).check()
-        for name, seed in (("a", 3), ("b", 3), ("c", 4))
-    )
-    assert first.column("train/loss") == second.column("train/loss")
-    assert first.column("train/loss") != other.column("train/loss")
 
 
 def test_a_folder_that_a_run_writes_to_is_refused(tmp_path: Path) -> None:

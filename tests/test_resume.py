@@ -72,6 +72,23 @@ def test_bit_for_bit(pool: Any, tmp_path: Path, config: str, world_size: int, en
     assert written == [".metadata", *(f"__{rank}_0.distcp" for rank in range(1 if whole else world_size)), "manifest.json", "state.json"]
 
 
+def draws(*, recipe: Recipe) -> tuple[list[float], bytes]:
+    """(losses, state of the generator that dropout has drawn from) of this rank."""
+    run_steps(recipe=recipe)
+    return column(Path(recipe.output_dir), "train/loss"), torch.get_rng_state().numpy().tobytes()
+
+
+def test_dropout_is_seeded_and_differs_between_ranks(pool: Any, tmp_path: Path) -> None:
+    plain, first, second, other = (
+        pool.run(draws, recipe=replace(recipe_for(tmp_path / name, max_steps=2, model=model), seed=seed))
+        for name, model, seed in (("a", TINY, 3), ("b", DROPOUT, 3), ("c", DROPOUT, 3), ("d", DROPOUT, 4))
+    )
+    assert first[0][0] == second[0][0]
+    assert first[0][0] != plain[0][0]
+    assert first[0][0] != other[0][0]
+    assert first[0][1] != first[1][1]
+
+
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

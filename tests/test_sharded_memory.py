@@ -10,7 +10,7 @@ from pool import ROOT
 from test_memory import memory_of_a_step
 
 from fullshard.config import ModelConfig, ShardingConfig
-from fullshard.memory import activation_bytes_per_token, parameter_counts, predict_memory
+from fullshard.estimate import activation_bytes_per_token, parameter_counts, predict_memory
 from fullshard.sharding import placement_from_yaml
 
 MODEL = ModelConfig(

@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.__main__ import _check
 from fullshard.config import ModelConfig, ShardingConfig, resolve_batch
 from fullshard.errors import UserError
+from fullshard.estimate import predict_memory
 from fullshard.losses import next_token_loss_sum
-from fullshard.memory import count_cpu_memory, measure_memory, predict_memory
+from fullshard.memory import count_cpu_memory, measure_memory
 from fullshard.model import build_on_meta, llama_config, materialise
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.parsing import parse_recipe

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from fullshard.config import check_output_dir, gradient_accumulation_steps, resolve_batch
 from fullshard.errors import COMMAND_LINE, UserError, one_line_errors
+from fullshard.estimate import communication_line, expected_memory, memory_line
 from fullshard.manifest import verify
 from fullshard.parsing import DEFAULT_RECIPE, parse_recipe
 from fullshard.sharding import check_sharding, placement_from_yaml
@@ -90,7 +91,9 @@ def _check(argv: list[str]) -> None:
         f"{placement.dp_replicate_size} x dp_shard_size {placement.dp_shard_size}, mixed_precision {placement.mixed_precision}\n"
         f"{recipe.sources.get('', 'recipe')}: {train.global_batch_size} rows per step = micro_batch_size {train.micro_batch_size} x "
         f"{placement.num_processes} processes x gradient_accumulation_steps {accumulation}\n"
-        f"{tokens:,} tokens per step x {train.max_steps:,} steps = {tokens * train.max_steps:,} tokens"
+        f"{tokens:,} tokens per step x {train.max_steps:,} steps = {tokens * train.max_steps:,} tokens\n"
+        f"memory per rank: {memory_line(expected_memory(recipe, placement))}\n"
+        f"communication: {communication_line(recipe, placement)}"
     )
 
 

@@ -22,8 +22,8 @@ from accelerate.utils import LoggerType
 
 from fullshard.config import ModelConfig, Recipe
 from fullshard.errors import UserError
+from fullshard.estimate import parameter_counts
 from fullshard.files import keep_json_lines
-from fullshard.memory import parameter_counts
 
 WANDB_INIT_TIMEOUT_S = 20
 WANDB_FINISH_TIMEOUT_S = 60  # a network that went away must not keep the ranks; what was not uploaded stays in <output_dir>/wandb

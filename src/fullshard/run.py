@@ -20,10 +20,10 @@ from fullshard import __version__
 from fullshard.accelerator import check_precision, on_main, precision_policies
 from fullshard.checkpoint import Resume
 from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
+from fullshard.estimate import communication_line, expected_memory, memory_line
 from fullshard.evaluate import complete
 from fullshard.export import describe_export, export_model
 from fullshard.manifest import checkpoint_steps
-from fullshard.memory import GIB, predict_memory
 from fullshard.metrics import RunLog, open_log
 from fullshard.model import canonical_parameters, sharded_fraction, weights_hash, whole_shape
 from fullshard.sharding import Placement
@@ -53,7 +53,7 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
     """
     terminal = Terminal(main_process=accelerator.is_main_process)
     config = _describe(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume)
-    memory = _expected_memory(recipe=recipe, placement=placement)
+    memory = expected_memory(recipe, placement)
     output_dir = Path(recipe.output_dir)
     # The others wait: what a rank writes there from here on is this run's.
     if kept := on_main(accelerator, lambda: _open_run_folder(output_dir, config=config, resume=resume)):
@@ -131,20 +131,6 @@ def _hash_key(resume: Resume) -> str:
     return "initial_weights_hash" if resume.folder is None else "resumed_weights_hash"
 
 
-def _expected_memory(*, recipe: Recipe, placement: Placement) -> Mapping[str, int]:
-    """Bytes per rank of a training step, by category and at its peak: memory.predict_memory for this run."""
-    assert recipe.train.micro_batch_size is not None  # resolve_batch has filled it in.
-    return predict_memory(
-        model=recipe.model,
-        placement=placement,
-        micro_batch_size=recipe.train.micro_batch_size,
-        sequence_length=recipe.data.sequence_length,
-        gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
-        document_mask=recipe.data.document_mask,
-        sharding=recipe.sharding,
-    )
-
-
 def _open_run_folder(output_dir: Path, *, config: dict[str, Any], resume: Resume) -> Path | None:
     """Write config.yaml. What another run has left here is moved to previous/<n>, which is returned. Main process only.
 
@@ -198,7 +184,6 @@ def _start_table(
     if resume.folder is not None:
         weights = f"weights at step {resume.step}"
         begins = f"after step {resume.step}, from {resume.folder}, saved by {resume.num_processes} processes"
-    peak = ", ".join(f"{name} {memory[name] / GIB:.3f}" for name in ("parameters", "gradients", "optimizer", "gathered", "activations"))
     return [
         ("parameters", f"{derived['parameters']:,}"),
         ("mesh", mesh),
@@ -211,7 +196,8 @@ def _start_table(
         ),
         ("learning rate", rate),
         ("tokens", f"{tokens:,} per step x {train.max_steps:,} steps = {tokens * train.max_steps:,}"),
-        ("memory per rank", f"{memory['peak'] / GIB:.3f} GiB expected at the peak ({peak})"),
+        ("memory per rank", memory_line(memory)),
+        ("communication", communication_line(recipe, placement)),
         ("begins", begins),
         (
             "saves",

@@ -24,11 +24,12 @@ from fullshard.checkpoint import Resume, Saver, load_checkpoint, newest_whole
 from fullshard.config import DEFAULT_SHARDING, Recipe, ShardingConfig
 from fullshard.document_mask import document_context, document_targets
 from fullshard.errors import Preempted, UserError
+from fullshard.estimate import GIB
 from fullshard.evaluate import evaluate
 from fullshard.hub import LONGEST_WAIT_S
 from fullshard.losses import IGNORED, next_token_loss_sum
 from fullshard.manifest import checkpoint_steps
-from fullshard.memory import GIB, MemoryMeasurement, host_rss_bytes, measure_memory, optimizer_bytes, tensor_bytes
+from fullshard.memory import MemoryMeasurement, host_rss_bytes, measure_memory, optimizer_bytes, tensor_bytes
 from fullshard.metrics import RunLog, peak_flops, throughput, training_flops_per_token
 from fullshard.optim import clip_by_global_norm_
 from fullshard.preemption import Stop, StopRequested, cause_name, stop_signals

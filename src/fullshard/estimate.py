@@ -1,0 +1,478 @@
+"""What a training step takes and sends, from the numbers of recipe and accelerate YAML alone: known before a GPU is rented.
+
+Memory per rank by category (`predict_memory`) and collectives by kind, group and bytes (`step_communication`); the docstrings have the
+formulas. Layer 0: imports no torch. `memory` and `communication` measure the same, and tests hold one against the other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fullshard.config import DEFAULT_SHARDING, ModelConfig, Recipe, ShardingConfig, gradient_accumulation_steps
+from fullshard.sharding import Placement
+
+GIB = 2**30
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+Ranks = tuple[int, ...]
+
+# Of DistributedDataParallel: the first bucket is sent when it has so many bytes, each other one at 25 MiB.
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
+_FLAT_ALIGNMENT = 16  # Bytes; FSDP1 lets each parameter of a flat tensor begin at a multiple.
+# Modules of transformers' Llama that have parameters, by class.
+_MODULES = {
+    "LlamaDecoderLayer": r"model\.layers\.\d+",
+    "LlamaAttention": r"model\.layers\.\d+\.self_attn",
+    "LlamaMLP": r"model\.layers\.\d+\.mlp",
+    "LlamaRMSNorm": r"model\.(layers\.\d+\.\w+_layer)?norm",
+    "Embedding": r"model\.embed_tokens",
+    "Linear": r"lm_head|model\.layers\.\d+\.\w+\.\w+_proj",
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one kind over one group."""
+
+    count: int
+    bytes: int
+
+
+Communication = dict[tuple[Kind, Ranks], Traffic]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers together."""
+
+    name: str
+    """Of the module; "" is the root. [norm, head] is model.norm."""
+    shapes: tuple[tuple[int, ...], ...]
+    resharded: bool
+    """Freed after its forward and gathered again for its backward."""
+
+
+def sent_bytes(communication: Mapping[tuple[Kind, Ranks], Traffic]) -> int:
+    """Bytes that a rank sends under ring algorithms: (n - 1) / n of what is gathered or scattered over n ranks, twice that where it is
+    all-reduced; a broadcast once.
+    """
+    sent = 0.0
+    for (kind, ranks), traffic in communication.items():
+        share = (len(ranks) - 1) / len(ranks)
+        sent += traffic.bytes * {"all_reduce": 2 * share, "broadcast": 1.0}.get(kind, share)
+    return round(sent)
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of transformers' Llama, in its order; a tied head is not listed."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    head = model.head_dim or hidden // model.num_attention_heads
+    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    linears = {
+        **{f"self_attn.{name}_proj": (rows, hidden, model.attention_bias) for name, rows in (("q", query), ("k", key), ("v", key))},
+        "self_attn.o_proj": (hidden, query, model.attention_bias),
+        **{f"mlp.{name}_proj": (inner, hidden, model.mlp_bias) for name in ("gate", "up")},
+        "mlp.down_proj": (hidden, inner, model.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
+    for layer in range(model.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+        shapes[f"{prefix}.input_layernorm.weight"] = shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not model.tie_word_embeddings:
+        shapes["lm_head.weight"] = (model.vocab_size, hidden)
+    return shapes
+
+
+def fsdp_units(model: ModelConfig, placement: Placement) -> list[Unit]:
+    """The units into which a Llama is cut.
+
+    A module of a wrapped class, or under SIZE_BASED_WRAP of enough parameters, is a unit of what no unit inside it has; the root has the
+    rest. With FSDP2 the embedding and the tail, [final norm, head] and with tied weights the embedding, are units too. Root and tail stay
+    gathered from forward to backward.
+    """
+    shapes = parameter_shapes(model)
+    match placement.auto_wrap_policy:
+        case "TRANSFORMER_BASED_WRAP":
+            classes = placement.transformer_cls_names_to_wrap or ("LlamaDecoderLayer",)
+            patterns = [_MODULES[each] for each in classes if each in _MODULES]  # Others have no parameters, or are not in the model.
+            wrapped = [name for name in _modules(shapes) if any(re.fullmatch(pattern, name) for pattern in patterns)]
+        case "SIZE_BASED_WRAP":
+            wrapped = _units_by_size(shapes, min_num_params=placement.min_num_params)
+        case _:
+            wrapped = []
+    kept = {""}
+    tail: set[str] = set()
+    if placement.fsdp_version == 2:
+        tail = {"model.norm", "model.embed_tokens" if model.tie_word_embeddings else "lm_head"} - set(wrapped)
+        kept.add("model.norm")
+        if not model.tie_word_embeddings:
+            wrapped.append("model.embed_tokens")
+    members: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        module = name.rpartition(".")[0]
+        owners = ["model.norm"] if module in tail else [unit for unit in wrapped if name.startswith(f"{unit}.")]
+        members.setdefault(max(owners, key=len, default=""), []).append(shape)
+    return [Unit(name, tuple(own), placement.reshard_after_forward and name not in kept) for name, own in members.items()]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Modules that have parameters of these names, or have modules that do; the innermost first."""
+    found = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    return sorted(found, key=lambda module: -module.count("."))
+
+
+def _units_by_size(shapes: Mapping[str, tuple[int, ...]], *, min_num_params: int) -> list[str]:
+    units, left = [], {name: math.prod(shape) for name, shape in shapes.items()}
+    for module in _modules(shapes):
+        if re.match(r"model\.layers\.\d+", module):
+            own = [name for name in left if name.startswith(f"{module}.")]
+            if sum(left[name] for name in own) >= min_num_params:
+                units.append(module)
+                left |= dict.fromkeys(own, 0)
+    return units
+
+
+def parameter_counts(model: ModelConfig) -> dict[Literal["embedding", "layer", "tail", "total"], int]:
+    """Parameters of the units that FSDP gathers: input embedding, a decoder layer, tail (final norm and untied head); and of the model."""
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(model).items()}
+    embedding = sizes["model.embed_tokens.weight"]
+    layer = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
+    return {
+        "embedding": embedding,
+        "layer": layer,
+        "tail": sizes["model.norm.weight"] + sizes.get("lm_head.weight", 0),
+        "total": sum(sizes.values()),
+    }
+
+
+def activation_bytes_per_token(
+    model: ModelConfig, *, compute_bytes: int, autocast: bool = False, document_mask: bool = False
+) -> dict[Literal["layer", "head", "logits"], int]:
+    """Bytes per token that autograd keeps between forward and backward, from transformers 5.24's Llama with sdpa.
+
+    c = compute_bytes, H = hidden_size, I = intermediate_size, A = num_attention_heads, Q = A x head_dim, V = vocab_size,
+    K = num_key_value_heads x head_dim. Per layer:
+      each of two RMSNorms   4 H + 2 c H + 4   fp32 input, normalised values, output as the linears' input, 1 / rms
+      attention              c (2 Q + 2 K) + 4 A   rotated q and k, v, output; fp32 logsumexp
+      MLP                    4 c I   gate, silu(gate), up, their product
+    Head: a norm, fp32 log-probabilities (4 V) and the logits (c V; also by themselves: nothing but the model's output keeps them).
+    autocast (DDP; FSDP2 casts the parameters instead): residual and normalised values stay fp32, each linear keeps its own cast input, and
+    Accelerate returns the logits in fp32 (4 V).
+    document_mask: under a mask transformers repeats k and v for every query head, so 2 Q for 2 K; the mask itself is no token's.
+    Leaves out the rotary cos and sin (once per model 2 c head_dim per position; with document_mask per token) and the loss's per-token
+    scalars.
+    """
+    hidden, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
+    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    key = query if document_mask else key
+    c = compute_bytes
+    cast = autocast and c < 4
+    normalised = 4 * hidden + (4 if cast else c) * hidden + 4  # fp32 input, values before the weight, 1 / rms
+    inputs_of_linears = c * hidden * (5 if cast else 2)  # q, k, v and gate, up: one tensor for each group unless cast separately
+    layer = 2 * normalised + inputs_of_linears + c * (2 * query + 2 * key) + 4 * model.num_attention_heads + 4 * c * model.intermediate_size
+    logits = (4 if cast else c) * model.vocab_size
+    return {"layer": layer, "head": normalised + c * hidden + logits + 4 * model.vocab_size, "logits": logits}
+
+
+def predict_memory(
+    *,
+    model: ModelConfig,
+    placement: Placement,
+    micro_batch_size: int,
+    sequence_length: int,
+    gradient_accumulation_steps: int = 1,
+    document_mask: bool = False,
+    sharding: ShardingConfig = DEFAULT_SHARDING,
+) -> dict[str, int]:
+    """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
+
+    P = parameters, s = dp_shard_size (1 without FSDP), c = 2 under mixed precision, else 4, T = micro_batch_size x sequence_length tokens;
+    U = parameters of the largest of the units (`communication.fsdp_units`), R of the root's own, K of those that stay gathered.
+    parameters 4 P / s; gradients 4 P / s; optimizer 8 P / s.
+    gathered: FSDP2 holds the root's, the unit in use and the next one: c (R + 2 U); without reshard after forward c P. Without sharding the
+      casts of the linear weights that autocast keeps, and under DDP the reduction buckets, 4 P.
+    activations: T x activation_bytes_per_token at the end of the forward; with checkpointing a layer keeps its input (c H; DDP 4 H).
+      document_mask adds its mask, c x micro_batch_size x sequence_length^2, which all layers share.
+    peak = parameters + optimizer + the largest of
+      the loss's backward: activations, logits dropped, + 8 V T (gradients of log-probabilities and logits, fp32) + c K
+      a layer's backward: layers' activations (one recomputed) + gathered + one unit's unsharded gradient (c) and its fp32 reduction input
+      the last backward: gradients + c (R + 2 U), under DDP the buckets + the same two
+    with, from the second micro batch on, the gradients under each, and at the last backward the shard of a unit's that is to be added to
+    them, 4 U / s; with replicas, whose shards wait for the end of the backward, all of them.
+    Shards are padded to equal rows, which is left out.
+    FSDP1: see `_flat_peak`.
+    sharding: what the recipe's section changes of that.
+      activation_checkpointing (full where the placement says it): `_kept_by_layers`. Its offload is left out.
+      forward_prefetch, backward_prefetch: so many units beside the one in use instead of one.
+      reshard_after_forward_size r: from forward to backward 1/r of each unit but the tail, in the compute type.
+      reshard_after_backward false: all that is gathered is still there at the last backward, from the second micro batch on.
+      gradient_sync every_step: the whole gradient, 4 P (2 P in bfloat16), in place of the gradients of earlier micro batches.
+    """
+    c = 4 if placement.mixed_precision == "no" else 2
+    counts = parameter_counts(model)
+    tokens = micro_batch_size * sequence_length
+    sharded = placement.distributed_type == "FSDP"
+    flat = sharded and placement.fsdp_version == 1
+    local = -(-counts["total"] // placement.dp_shard_size) if sharded else counts["total"]
+    parameters, gradients, optimizer = 4 * local, 4 * local, 8 * local
+
+    whole = c * counts["total"]
+    units = {unit.name: sum(math.prod(shape) for shape in unit.shapes) for unit in fsdp_units(model, placement)}
+    kept = sum(units[unit.name] for unit in fsdp_units(model, placement) if not unit.resharded)
+    root = units.pop("", 0)
+    if sharded:
+        ahead = max(1, sharding.forward_prefetch or 1, sharding.backward_prefetch or 1)
+        at_last = min(whole, c * (root + (1 + ahead) * max(units.values(), default=0)))
+        gathered = at_last if placement.reshard_after_forward else whole
+    else:
+        casts = c * (counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])) if c < 4 else 0
+        at_last = 4 * counts["total"] if placement.distributed_type == "MULTI_GPU" else 0
+        gathered = at_last + casts
+
+    per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=document_mask)
+    if flat:  # Accelerate returns FSDP1's logits in fp32.
+        per_token |= {"head": per_token["head"] + (4 - c) * model.vocab_size, "logits": 4 * model.vocab_size}
+    layers, recomputed = _kept_by_layers(
+        model,
+        kind=sharding.activation_checkpointing or ("full" if placement.activation_checkpointing else "none"),
+        every=sharding.activation_checkpointing_every or 1,
+        layer=per_token["layer"],
+        layer_input=(c if sharded else 4) * model.hidden_size,
+        compute_bytes=c,
+    )
+    mask = c * tokens * sequence_length if document_mask else 0
+    activations = mask + tokens * (layers + per_token["head"])
+    several = gradient_accumulation_steps > 1
+    late = sharded and several and sharding.gradient_sync == "every_step"
+    summed = {"float32": 4, "bfloat16": 2}[sharding.reduce_dtype] * counts["total"] if late else gradients
+    earlier = summed if several else 0
+    loss = activations + tokens * (8 * model.vocab_size - per_token["logits"])
+    if flat:
+        gathered, peak = _flat_peak(
+            root=root,
+            layer=max(units.values(), default=0),
+            total=counts["total"],
+            tail=counts["tail"] if units else 0,
+            compute_bytes=c,
+            shard_size=placement.dp_shard_size,
+            keep=not placement.reshard_after_forward,
+            gradients=gradients,
+            earlier=earlier,
+            loss=loss,
+            layers=mask + tokens * layers,
+            last_layer=tokens * (layers // model.num_hidden_layers - recomputed),
+        )
+    else:
+        largest = max([root, *units.values()])
+        reducing = (c + 4) * largest if sharded else 0
+        added = gradients if placement.dp_replicate_size > 1 else 4 * largest // placement.dp_shard_size
+        smaller = 0
+        if sharding.reshard_after_forward_size is not None:
+            smaller = c * (counts["total"] - kept) // sharding.reshard_after_forward_size
+        if not sharding.reshard_after_backward and several:
+            at_last = whole
+        peak = max(
+            earlier + loss + (c * kept if sharded else gathered) + smaller,
+            earlier + mask + tokens * (layers + recomputed) + gathered + smaller + reducing,
+            summed + at_last + reducing + (added if sharded and several and not late else 0),
+        )
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered": gathered,
+        "activations": activations,
+        "peak": parameters + optimizer + peak,
+    }
+
+
+def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, layer_input: int, compute_bytes: int) -> tuple[int, int]:
+    """Bytes per token (that all layers keep from forward to backward, that are there beyond them where a layer's backward takes most).
+
+    layer: what autograd keeps of a layer; layer_input: its input. A checkpointed layer keeps its input, and has all of `layer` again in
+    its backward. every_n: layers 0, n, 2 n, ...; those after the last of them are gone by then. selective: the input and the outputs of
+    the seven linear layers and of attention, c (2 Q + 2 K + 2 H + 2 I) + 4 A; again come the rest of `layer`, of which v, the attention's
+    output, gate and up are among what was kept.
+    """
+    c, count, hidden = compute_bytes, model.num_hidden_layers, model.hidden_size
+    head = model.head_dim or hidden // model.num_attention_heads
+    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    match kind:
+        case "full":
+            return count * layer_input, layer
+        case "every_n":
+            checkpointed = -(-count // every)
+            kept = checkpointed * layer_input + (count - checkpointed) * layer
+            return kept, max(0, layer - (count - 1) % every * layer)
+        case "selective":
+            scores = 4 * model.num_attention_heads
+            kept = layer_input + c * (2 * query + 2 * key + 2 * hidden + 2 * model.intermediate_size) + scores
+            return count * kept, layer - c * (query + key + 2 * model.intermediate_size) - scores
+        case _:
+            return count * layer, 0
+
+
+def _flat_peak(
+    *,
+    root: int,
+    layer: int,
+    total: int,
+    tail: int,
+    compute_bytes: int,
+    shard_size: int,
+    keep: bool,
+    gradients: int,
+    earlier: int,
+    loss: int,
+    layers: int,
+    last_layer: int,
+) -> tuple[int, int]:
+    """(bytes that FSDP1 gathers, peak without parameters and optimizer state). root, layer, total, tail: parameters.
+
+    Embedding, norm and head are one unit, the root, which stays gathered from the forward to the end of the backward. Beside it two layers
+    are gathered, one in use and one prefetched (BACKWARD_PRE), at the loss the latter; SHARD_GRAD_OP (keep) has all; NO_SHARD in fp32 none,
+    in bf16 casts of the same.
+    A unit's gradient exists three times when it is reduced: by parameter, as one flat tensor, and that in fp32 (not where it is already).
+    loss: activations and what the loss's backward adds; layers: the layers' activations, of which last_layer is gone when the last one's
+    gradient is reduced.
+    """
+    c = compute_bytes
+    cast = 4 if c < 4 else 0
+    held = 0 if shard_size == 1 and c == 4 else c
+    gathered = held * (total if keep and shard_size > 1 else root + 2 * layer)
+    return gathered, max(
+        earlier + loss + (gathered if keep and shard_size > 1 else held * (root + layer)),
+        earlier + layers + gathered + c * tail,
+        earlier + layers - last_layer + gathered + c * tail + (2 * c + cast) * layer,
+        gradients + (held + 2 * c + cast) * root + (4 * root // shard_size if earlier and shard_size > 1 else 0),
+    )
+
+
+def step_communication(
+    *,
+    model: ModelConfig,
+    placement: Placement,
+    gradient_accumulation_steps: int = 1,
+    sharding: ShardingConfig = DEFAULT_SHARDING,
+    rank: int = 0,
+) -> Communication:
+    """What `rank` takes part in over one training step (`train_step`), from the third of a run on.
+
+    m micro batches, c bytes of the compute type, r of reduce_dtype, P parameters, s = dp_shard_size; gradients are reduced n times: m with
+    FSDP, once with DDP, or as `gradient_sync` says.
+    FSDP, per unit of p elements, each parameter's rows padded to a multiple of s (FSDP1: the unit):
+      all-gathers of c p       m, and m more where the unit is resharded after forward, these over reshard_after_forward_size ranks if set;
+                               without reshard_after_backward the former are 1
+      reduce-scatters of r p   n
+      all-reduces of r p / s   n over the replicas, with dp_replicate_size > 1 (FSDP1's NO_SHARD: s = 1, and nothing else)
+    DDP: n times 4 P in all-reduces, in buckets of 25 MiB, the first of 1 MiB, and n broadcasts of the rotary buffers.
+    Every step: all-reduces of the target tokens and of [loss, left_out, bad]; where gradients are sharded, of their squared norm, and in
+    fp16 of whether one overflowed.
+    Activation checkpointing computes again inside of what is gathered anyway, and sends nothing.
+    """
+    world, shards, micro_batches = placement.num_processes, placement.dp_shard_size, gradient_accumulation_steps
+    if world == 1:
+        return {}
+    everyone, first = tuple(range(world)), rank // shards * shards
+    shard_ranks, replica_ranks = everyone[first : first + shards], everyone[rank % shards :: shards]
+    sharded = placement.distributed_type == "FSDP"
+    every_micro_batch = sharding.gradient_sync == "every_micro_batch" or (sharding.gradient_sync is None and sharded)
+    syncs = micro_batches if every_micro_batch else 1
+    sent: Communication = {}
+    add_traffic(sent, "all_reduce", everyone, Traffic(2, 8 + 12))
+    if not sharded:
+        sizes = [4 * math.prod(shape) for shape in parameter_shapes(model).values()]
+        add_traffic(sent, "all_reduce", everyone, Traffic(syncs * _buckets(sizes[::-1]), syncs * sum(sizes)))
+        head = model.head_dim or model.hidden_size // model.num_attention_heads
+        add_traffic(sent, "broadcast", everyone, Traffic(syncs, syncs * 2 * 4 * (head // 2)))  # inv_freq and original_inv_freq.
+        return sent
+
+    flat = placement.fsdp_version == 1
+    compute_bytes = 4 if placement.mixed_precision == "no" else 2
+    reduce_bytes = 4 if sharding.reduce_dtype == "float32" else 2
+    gathers = micro_batches if sharding.reshard_after_backward else 1
+    if flat and not placement.reshard_after_forward and not every_micro_batch:
+        gathers = 1  # SHARD_GRAD_OP keeps its units while it keeps their gradients.
+    smaller = sharding.reshard_after_forward_size or shards
+    again = rank // smaller * smaller
+    if shards > 1:
+        add_traffic(sent, "all_reduce", shard_ranks, Traffic(1, 8))
+        if placement.mixed_precision == "fp16":
+            add_traffic(sent, "all_reduce", shard_ranks, Traffic(1, 4))
+    for unit in fsdp_units(model, placement):
+        if flat:
+            elements = _flat_elements(unit.shapes, shards=shards, alignment=_FLAT_ALIGNMENT // compute_bytes)
+        else:
+            elements = sum(-(-shape[0] // shards) * shards * math.prod(shape[1:]) for shape in unit.shapes)
+        whole, reduced = compute_bytes * elements, reduce_bytes * elements
+        if shards > 1:
+            add_traffic(sent, "all_gather", shard_ranks, Traffic(gathers, gathers * whole))
+            add_traffic(sent, "reduce_scatter", shard_ranks, Traffic(syncs, syncs * reduced))
+            if unit.resharded:
+                add_traffic(sent, "all_gather", everyone[again : again + smaller], Traffic(micro_batches, micro_batches * whole))
+        if world > shards:
+            add_traffic(sent, "all_reduce", replica_ranks, Traffic(syncs, syncs * reduced // shards))
+    return sent
+
+
+def add_traffic(communication: Communication, kind: Kind, ranks: Ranks, traffic: Traffic) -> None:
+    before = communication.get((kind, ranks), Traffic(0, 0))
+    communication[kind, ranks] = Traffic(before.count + traffic.count, before.bytes + traffic.bytes)
+
+
+def _flat_elements(shapes: Sequence[tuple[int, ...]], *, shards: int, alignment: int) -> int:
+    """Of FSDP1's flat tensor: each parameter begins at a multiple of `alignment`, the whole is one of `shards`."""
+    end = 0
+    for shape in shapes:
+        end = -(-end // alignment) * alignment + math.prod(shape)
+    return -(-end // shards) * shards
+
+
+def _buckets(sizes: Sequence[int]) -> int:
+    """DDP's buckets of gradients of these bytes, in the order in which they are ready: about the last parameter first."""
+    count, limit, held = 0, _FIRST_BUCKET, 0
+    for size in sizes:
+        held += size
+        if held >= limit:
+            count, limit, held = count + 1, _BUCKET, 0
+    return count + (held > 0)
+
+
+def expected_memory(recipe: Recipe, placement: Placement) -> dict[str, int]:
+    """`predict_memory` of a recipe whose batch is resolved."""
+    assert recipe.train.micro_batch_size is not None
+    return predict_memory(
+        model=recipe.model,
+        placement=placement,
+        micro_batch_size=recipe.train.micro_batch_size,
+        sequence_length=recipe.data.sequence_length,
+        gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
+        document_mask=recipe.data.document_mask,
+        sharding=recipe.sharding,
+    )
+
+
+def memory_line(memory: Mapping[str, int]) -> str:
+    """Of what `predict_memory` gives."""
+    kinds = ", ".join(f"{name} {memory[name] / GIB:.3f}" for name in ("parameters", "gradients", "optimizer", "gathered", "activations"))
+    return f"{memory['peak'] / GIB:.3f} GiB expected at the peak ({kinds})"
+
+
+def communication_line(recipe: Recipe, placement: Placement) -> str:
+    """`step_communication` of a recipe whose batch is resolved, summed up."""
+    sent = step_communication(
+        model=recipe.model,
+        placement=placement,
+        gradient_accumulation_steps=gradient_accumulation_steps(recipe.train, world_size=placement.num_processes),
+        sharding=recipe.sharding,
+    )
+    return f"{sent_bytes(sent) / GIB:.3f} GiB sent per rank and step, in {sum(traffic.count for traffic in sent.values()):,} collectives"
