@@ -23,7 +23,7 @@ OTHERS = {
 LAUNCHER = {
     "fsdp_size_based": ["--fsdp_min_num_params", "10000"],  # A layer of this small model has 30,000 parameters.
     # INDUCTOR generates C++.
-    "fsdp_compile": [] if shutil.which("g++") or shutil.which("clang++") else ["--dynamo_backend", "AOT_EAGER"],
+    "fsdp_compile": [] if shutil.which("g++") or shutil.which("clang++") else ["--dynamo_backend", "aot_eager"],
 }
 
 

@@ -39,9 +39,9 @@ def _serve(connection: Connection) -> None:
         os.environ.update(clean)
         os.environ.update(environment)
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{rendezvous}", rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
-            )
+            if "WORLD_SIZE" in environment:
+                rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+                dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
             result = (True, function(**arguments))
         except BaseException:
             result = (False, traceback.format_exc())
@@ -86,16 +86,11 @@ class GlooPool:
         path = Path(config) if Path(config).is_absolute() else ROOT / "accelerate_configs" / config
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
-                launched = {
-                    "LOCAL_WORLD_SIZE": str(world_size),
-                    **environment_from_yaml(path, num_processes=world_size),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world_size),
-                    "MASTER_ADDR": "127.0.0.1",  # Accelerate asks for it where there are several machines.
-                    **(environment or {}),
-                }
-                self._worker(rank).send((function, arguments, launched, f"{folder}/rendezvous"))
+                launched = environment_from_yaml(path, num_processes=world_size)
+                if "WORLD_SIZE" in launched:  # Else distributed_type NO, one process of no group.
+                    launched |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    launched |= {"MASTER_ADDR": "127.0.0.1"}  # Accelerate asks for it where there are several machines.
+                self._worker(rank).send((function, arguments, launched | (environment or {}), f"{folder}/rendezvous"))
             results = []
             for rank in range(world_size):
                 connection = self._worker(rank)

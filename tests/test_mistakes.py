@@ -70,7 +70,7 @@ MISTAKES = {
         accelerate=FSDP.replace("fsdp_reshard_after_forward", "fsdp_reshard_after_fwd"),
     ),
     "wrong wrap class": Mistake(
-        "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayr: not in the model; choose from",
+        "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayr: not in the model, or no unit of it; choose from LlamaDecoderLayer, ",
         accelerate=FSDP.replace("LlamaDecoderLayer", "LlamaDecoderLayr"),
     ),
     "units of a size that no part of a layer has": Mistake(

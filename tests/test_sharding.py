@@ -110,6 +110,24 @@ WRONG = [
     ),
     (fsdp(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=0), "fsdp_config.min_num_params: 0: must be an integer >= 1"),
     (
+        fsdp(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap="LlamaMLP,LlamaModel"),
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap: LlamaModel: not in the model, or no unit of it; choose from LlamaDecoderLayer, "
+        "LlamaAttention, LlamaMLP, LlamaRMSNorm, Embedding, Linear",
+    ),
+    (
+        fsdp(**FSDP1, sharding_strategy="NO_SHARD", backward_prefetch="BACKWARD_PRE"),
+        "fsdp_config.fsdp_backward_prefetch: BACKWARD_PRE: not used by NO_SHARD, which gathers nothing; write NO_PREFETCH",
+    ),
+    (
+        fsdp(**FSDP1, sharding_strategy="NO_SHARD", forward_prefetch=True),
+        "fsdp_config.fsdp_forward_prefetch: true: not used by NO_SHARD, which gathers nothing; write false",
+    ),
+    (
+        fsdp(**FSDP1) + "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_regional_compilation: true}",
+        "dynamo_config.dynamo_use_regional_compilation: true: torch cannot compile layer by layer under FSDP1; write false, "
+        "or fsdp_version: 2",
+    ),
+    (
         fsdp(**FSDP1, sharding_strategy=1),
         "fsdp_config.sharding_strategy: 1: must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD",
     ),
@@ -344,7 +362,7 @@ def test_each_shipped_file_differs_from_fsdp_in_what_it_is_named_after() -> None
 def test_ranks_that_the_machines_cannot_share_equally_are_refused() -> None:
     """The launcher would start fewer of them, and say nothing."""
     path = ROOT / "accelerate_configs" / "fsdp1_hybrid.yaml"
-    with pytest.raises(UserError, match=r"^command line: --num_processes: 5: must be a multiple of num_machines, 2$"):
+    with pytest.raises(UserError, match=r"^command line: num_processes: 5: must be a multiple of num_machines, 2$"):
         placement_from_yaml(path, num_processes=5)
 
 
@@ -432,6 +450,66 @@ def test_without_accelerate_launch_is_an_error() -> None:
         with pytest.raises(UserError, match="not started by accelerate launch"):
             check_launch(env)
     assert check_launch({"ACCELERATE_MIXED_PRECISION": "no"}) == Placement()
+
+
+# (YAML, flags of accelerate launch, the line after "command line: ", or None where they are honoured)
+FLAGS = [
+    ("ddp", "--fsdp_activation_checkpointing true", "distributed_type: MULTI_GPU: fsdp_config has an effect with FSDP only"),
+    (
+        "fsdp",
+        "--parallelism_config_dp_replicate_size 1 --parallelism_config_dp_shard_size 2",
+        "--parallelism_config_dp_",
+    ),
+    ("single", "--num_processes 2", "num_processes: 2: distributed_type NO starts one process; write FSDP or MULTI_GPU"),
+    ("fsdp", "--multi_gpu", "--multi_gpu: starts MULTI_GPU, and the YAML says FSDP"),
+    ("fsdp", "--fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_config.fsdp_sharding_strategy: SHARD_GRAD_OP: FSDP1 only, no effect"),
+    ("fsdp", "--fsdp_forward_prefetch=true", "fsdp_config.fsdp_forward_prefetch: true: FSDP1 only, no effect with fsdp_version 2"),
+    ("fsdp", "--fsdp-min-num-params 1000", "fsdp_config.fsdp_min_num_params: 1000: not used by fsdp_auto_wrap_policy TRANSFORMER"),
+    ("fsdp1_full_shard", "--fsdp_reshard_after_forward false", "fsdp_config.fsdp_reshard_after_forward: false: FSDP2 only"),
+    ("fsdp", "--gradient_accumulation_steps 4", "--gradient_accumulation_steps: 4: derived from the recipe's"),
+    ("fsdp", "--fsdp_state_dict_type SHARDED", "fsdp_config.fsdp_state_dict_type: SHARDED: must be SHARDED_STATE_DICT, FULL_STATE_DICT"),
+    ("fsdp", "--fsdp_auto_wrap_policy FOO", "fsdp_config.fsdp_auto_wrap_policy: FOO: must be one of"),
+    ("fsdp", "--fsdp_reshard_after_forward nope", "fsdp_config.fsdp_reshard_after_forward: nope: must be true, false"),
+    ("fsdp", "--fsdp_activation_checkpointing_offload true", "fsdp_config.fsdp_activation_checkpointing_offload: true: needs"),
+    ("fsdp1_full_shard", "--fsdp_backward_prefetch FOO", "fsdp_config.fsdp_backward_prefetch: FOO: must be one of"),
+    ("fsdp", "--debug --num_processes 4 --mixed_precision no --fsdp_reshard_after_forward false train.py --multi_gpu", None),
+    ("fsdp", "--fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 1000", None),
+    ("fsdp_compile", "--dynamo_backend aot_eager", None),
+    ("fsdp1_full_shard", "--fsdp_sharding_strategy NO_SHARD", None),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "line"), FLAGS)
+def test_a_flag_has_an_effect_or_is_an_error(name: str, flags: str, line: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the YAML. What the launcher makes of file and flags is what it tells the ranks."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    words = ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), *flags.split()]
+    words += [] if "train.py" in words else ["train.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if arguments.use_fsdp or arguments.multi_gpu:
+        told = {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": str(arguments.num_processes)}
+        told["LOCAL_WORLD_SIZE"] = arguments.nproc_per_node
+    else:
+        _, told = prepare_simple_launcher_cmd_env(arguments)
+    monkeypatch.setattr(sharding, "_parent", lambda: (["python", "/bin/accelerate", "launch", *words], Path("/")))
+    if line is None:
+        assert check_launch(told) == placement_from_environment(told)
+        return
+    with pytest.raises(UserError) as caught:
+        check_launch(told)
+    assert str(caught.value).startswith(f"command line: {line}")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_launcher_makes_of_a_flag_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should it ever ignore one: a run of another placement than was asked for is not started."""
+    path = ROOT / "accelerate_configs" / "fsdp.yaml"
+    words = ["python", "/bin/accelerate", "launch", "--config_file", str(path), "--fsdp_reshard_after_forward", "false", "train.py"]
+    monkeypatch.setattr(sharding, "_parent", lambda: (words, Path("/")))
+    with pytest.raises(UserError, match=r"^command line: reshard_after_forward: false: accelerate launch makes true of it"):
+        check_launch(environment_from_yaml(path))
 
 
 @pytest.mark.parametrize(

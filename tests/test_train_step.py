@@ -359,21 +359,6 @@ def test_an_accelerator_that_is_not_what_was_asked_stops_the_run(pool: Any, aske
         assert message in result if message else result == ""
 
 
-def wrong_wrap_class() -> str:
-    try:
-        prepared(TINY)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_wrong_wrap_class_names_the_classes_there_are(pool: Any) -> None:
-    """O16."""
-    for result in pool.run(wrong_wrap_class, environment={"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayr"}):
-        assert "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayr" in result
-        assert "LlamaDecoderLayer" in result
-
-
 def completions(model: Any) -> list[str]:
     from fullshard.evaluate import complete
     from fullshard.tokenizer import load_tokenizer

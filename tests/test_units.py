@@ -460,7 +460,7 @@ REFUSED = {
         *("fsdp_fine_grained", {}, "forward_prefetch=1 activation_checkpointing=full"),
         "units in a checkpointed layer would gather ahead in backward too",
     ),
-    "nothing to reduce": ("single", {}, "gradient_sync=every_step", "NO is one process, which has nothing to reduce; remove it"),
+    "nothing to reduce": ("single", {}, "gradient_sync=every_step", "one process has nothing to reduce; remove it"),
     "sum in bf16": ("fsdp1_full_shard", {}, "gradient_sync=every_step", "FSDP1 would add micro batches up in bf16"),
 }
 

@@ -22,7 +22,7 @@ from accelerate.state import DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
@@ -174,38 +174,34 @@ def prepare_model(
     if sharding.reshard_after_forward_size is not None:
         # Accelerate takes booleans alone, and hands to torch, which takes a number too, what is there.
         accelerator.state.fsdp_plugin.reshard_after_forward = sharding.reshard_after_forward_size
-    try:
-        match accelerator.state.fsdp_plugin.fsdp_version if accelerator.distributed_type == DistributedType.FSDP else None:
-            case 2:
-                if accelerator.state.fsdp_plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-                    _wrap_by_size(accelerator, model)
-                # Accelerate refuses a model without an optimizer, and re-binds an optimizer's parameters by data_ptr, which is 0 on meta
-                # for all: a real optimizer would be left with one parameter. So a placeholder goes in and is dropped.
-                placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
-                # Units inside a layer: transformers adds their outputs to the residual out of place, which is what torch warns to do.
-                warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-                model, _ = accelerator.prepare(model, placeholder)
-                accelerator._optimizers.clear()
-                set_prefetch(model, sharding=sharding)
-                share_smaller_groups(model, timeout=accelerator.init_handler.timeout)
-                materialise(model, device=accelerator.device, seed=seed)
-                return model
-            case 1:
-                accelerator.state.fsdp_plugin.param_init_fn = module_materialiser(model, device=accelerator.device, seed=seed)
-                with _devices_of_this_machine(accelerator.device):
-                    wrapped = accelerator.prepare_model(model)
-                restore_rope_buffers(wrapped, device=accelerator.device)
-                mark_flat_pieces(wrapped)
-                return wrapped
-            case _:
-                materialise(model, device=accelerator.device, seed=seed)
-                return accelerator.prepare_model(model)
-    except ValueError as error:
-        if "Could not find the transformer layer class" not in str(error):
-            raise
-        classes = ", ".join(sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.parameters())}))
-        asked = ",".join(accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap or [])
-        raise UserError(f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: {asked}: not in the model; choose from {classes}") from error
+    match accelerator.state.fsdp_plugin.fsdp_version if accelerator.distributed_type == DistributedType.FSDP else None:
+        case 2:
+            if accelerator.state.fsdp_plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+                _wrap_by_size(accelerator, model)
+            # Accelerate refuses a model without an optimizer, and re-binds an optimizer's parameters by data_ptr, which is 0 on meta
+            # for all: a real optimizer would be left with one parameter. So a placeholder goes in and is dropped.
+            placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
+            # Units inside a layer: transformers adds their outputs to the residual out of place, which is what torch warns to do.
+            warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
+            model, _ = accelerator.prepare(model, placeholder)
+            accelerator._optimizers.clear()
+            set_prefetch(model, sharding=sharding)
+            share_smaller_groups(model, timeout=accelerator.init_handler.timeout)
+            # Offloaded shards are made where they stay; no test reaches that, it needs a GPU.
+            offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+            materialise(model, device=torch.device("cpu") if offloaded else accelerator.device, seed=seed)
+            restore_rope_buffers(model, device=accelerator.device)
+            return model
+        case 1:
+            accelerator.state.fsdp_plugin.param_init_fn = module_materialiser(model, device=accelerator.device, seed=seed)
+            with _devices_of_this_machine(accelerator.device):
+                wrapped = accelerator.prepare_model(model)
+            restore_rope_buffers(wrapped, device=accelerator.device)
+            mark_flat_pieces(wrapped)
+            return wrapped
+        case _:
+            materialise(model, device=accelerator.device, seed=seed)
+            return accelerator.prepare_model(model)
 
 
 def _wrap_by_size(accelerator: Accelerator, model: LlamaForCausalLM) -> None:

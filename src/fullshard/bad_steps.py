@@ -90,5 +90,6 @@ def step_unless(left_out: torch.Tensor, optimizer: torch.optim.Optimizer) -> Non
     Past Accelerate's wrapper, whose step() would let fp16's gradient scaler overrule this; the caller updates the scaler.
     """
     inner: Any = getattr(optimizer, "optimizer", optimizer)
-    inner.grad_scale, inner.found_inf = None, (left_out > 0).float()
+    device = inner.param_groups[0]["params"][0].device  # Offloaded parameters are in host memory.
+    inner.grad_scale, inner.found_inf = None, (left_out > 0).float().to(device)
     inner.step()

@@ -406,6 +406,9 @@ def _check_checkpointing(recipe: Recipe) -> None:
     kind = sharding.activation_checkpointing or "null"
     if kind == "every_n" and sharding.activation_checkpointing_every is None:
         raise mistake(recipe, "sharding.activation_checkpointing_every", "must be set with sharding.activation_checkpointing every_n")
+    if kind == "every_n" and sharding.activation_checkpointing_every > recipe.model.num_hidden_layers:  # type: ignore[operator]
+        fix = f"more than model.num_hidden_layers, {recipe.model.num_hidden_layers}: the first layer alone would be checkpointed; lower it"
+        raise mistake(recipe, "sharding.activation_checkpointing_every", fix)
     if kind != "every_n" and sharding.activation_checkpointing_every is not None:
         fix = f"not used by sharding.activation_checkpointing {kind}; remove it or choose every_n"
         raise mistake(recipe, "sharding.activation_checkpointing_every", fix)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.config import DEFAULT_SHARDING, ModelConfig, Recipe, ShardingConfig, gradient_accumulation_steps
-from fullshard.sharding import Placement
+from fullshard.sharding import WRAPPABLE, Placement
 
 GIB = 2**30
 
@@ -23,15 +23,6 @@ Ranks = tuple[int, ...]
 # Of DistributedDataParallel: the first bucket is sent when it has so many bytes, each other one at 25 MiB.
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 _FLAT_ALIGNMENT = 16  # Bytes; FSDP1 lets each parameter of a flat tensor begin at a multiple.
-# Modules of transformers' Llama that have parameters, by class.
-_MODULES = {
-    "LlamaDecoderLayer": r"model\.layers\.\d+",
-    "LlamaAttention": r"model\.layers\.\d+\.self_attn",
-    "LlamaMLP": r"model\.layers\.\d+\.mlp",
-    "LlamaRMSNorm": r"model\.(layers\.\d+\.\w+_layer)?norm",
-    "Embedding": r"model\.embed_tokens",
-    "Linear": r"lm_head|model\.layers\.\d+\.\w+\.\w+_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -103,23 +94,21 @@ def fsdp_units(model: ModelConfig, placement: Placement) -> list[Unit]:
     match placement.auto_wrap_policy:
         case "TRANSFORMER_BASED_WRAP":
             classes = placement.transformer_cls_names_to_wrap or ("LlamaDecoderLayer",)
-            patterns = [_MODULES[each] for each in classes if each in _MODULES]  # Others have no parameters, or are not in the model.
-            wrapped = [name for name in _modules(shapes) if any(re.fullmatch(pattern, name) for pattern in patterns)]
+            wrapped = [name for name in _modules(shapes) if any(re.fullmatch(WRAPPABLE[each], name) for each in classes)]
         case "SIZE_BASED_WRAP":
             wrapped = _units_by_size(shapes, min_num_params=placement.min_num_params)
         case _:
             wrapped = []
-    kept = {""}
-    tail: set[str] = set()
+    tail: list[str] = []
     if placement.fsdp_version == 2:
-        tail = {"model.norm", "model.embed_tokens" if model.tie_word_embeddings else "lm_head"} - set(wrapped)
-        kept.add("model.norm")
+        tail = [name for name in ("model.norm", "model.embed_tokens" if model.tie_word_embeddings else "lm_head") if name not in wrapped]
         if not model.tie_word_embeddings:
             wrapped.append("model.embed_tokens")
+    kept = {"", *tail[:1]}
     members: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         module = name.rpartition(".")[0]
-        owners = ["model.norm"] if module in tail else [unit for unit in wrapped if name.startswith(f"{unit}.")]
+        owners = tail[:1] if module in tail else [unit for unit in wrapped if name.startswith(f"{unit}.")]
         members.setdefault(max(owners, key=len, default=""), []).append(shape)
     return [Unit(name, tuple(own), placement.reshard_after_forward and name not in kept) for name, own in members.items()]
 
@@ -376,8 +365,9 @@ def step_communication(
       all-reduces of r p / s   n over the replicas, with dp_replicate_size > 1 (FSDP1's NO_SHARD: s = 1, and nothing else)
     DDP: n times 4 P in all-reduces, in buckets of 25 MiB, the first of 1 MiB, and n broadcasts of the rotary buffers.
     Every step: all-reduces of the target tokens and of [loss, left_out, bad]; where gradients are sharded, of their squared norm, and in
-    fp16 of whether one overflowed.
-    Activation checkpointing computes again inside of what is gathered anyway, and sends nothing.
+    fp16 of whether one overflowed (FSDP1: among all ranks, sharded or not).
+    Activation checkpointing computes again inside of what is gathered anyway, and sends nothing; but for FSDP1's units inside of layers,
+    some of which are gathered once more, which is left out.
     """
     world, shards, micro_batches = placement.num_processes, placement.dp_shard_size, gradient_accumulation_steps
     if world == 1:
@@ -406,8 +396,8 @@ def step_communication(
     again = rank // smaller * smaller
     if shards > 1:
         add_traffic(sent, "all_reduce", shard_ranks, Traffic(1, 8))
-        if placement.mixed_precision == "fp16":
-            add_traffic(sent, "all_reduce", shard_ranks, Traffic(1, 4))
+    if placement.mixed_precision == "fp16" and (flat or shards > 1):
+        add_traffic(sent, "all_reduce", everyone if flat else shard_ranks, Traffic(1, 4))
     for unit in fsdp_units(model, placement):
         if flat:
             elements = _flat_elements(unit.shapes, shards=shards, alignment=_FLAT_ALIGNMENT // compute_bytes)

@@ -64,5 +64,6 @@ def clip_by_global_norm_(parameters: Iterable[nn.Parameter], *, max_norm: float 
     norm = squares.sqrt().float()
     if max_norm is not None and local:
         # 1e-6 as in torch: keeps a norm of zero from dividing.
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local, factor.to(local[0].device))  # Offloaded gradients are in host memory, the norm is not.
     return norm

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from fullshard.config import Recipe, divisors, mistake
 from fullshard.errors import COMMAND_LINE, UserError, shown
 from fullshard.parsing import load_yaml
@@ -93,6 +95,15 @@ REFUSED = {
     "gradient_accumulation_steps": "derived from the recipe's train.global_batch_size; remove it",
     "fp16": "an old spelling; write mixed_precision: fp16",
 }
+# Classes of transformers' Llama that can be units: name -> pattern of its modules' names. LlamaModel holds units that are not its own.
+WRAPPABLE = {
+    "LlamaDecoderLayer": r"model\.layers\.\d+",
+    "LlamaAttention": r"model\.layers\.\d+\.self_attn",
+    "LlamaMLP": r"model\.layers\.\d+\.mlp",
+    "LlamaRMSNorm": r"model\.(norm|layers\.\d+\.\w+_layernorm)",
+    "Embedding": r"model\.embed_tokens",
+    "Linear": r"lm_head|model\.layers\.\d+\.\w+\.\w+_proj",
+}
 # Sections and keys of other launch paths; `accelerate config` writes some of them empty.
 UNSUPPORTED = (
     *("deepspeed_config", "megatron_lm_config", "mpirun_config", "fp8_config", "downcast_bf16", "command_file", "commands"),
@@ -109,6 +120,8 @@ REFUSED_VALUES = {
     ("fsdp_use_orig_params", False): "must be true: a flat parameter mixes matrices, which decay, with norms, which do not",
     ("fsdp_sync_module_states", True): "must be false: every rank derives the same weights from the seed",
 }
+# Flags of the launcher that take no value, of those that matter here.
+SWITCHES = ("multi_gpu", "use_fsdp", "use_parallelism_config", "cpu", *(key for key in DYNAMO_RULES if key.startswith("dynamo_use_")))
 # The launcher reads these from its command line alone: key -> the value that it takes whatever the YAML says.
 COMMAND_LINE_ONLY = {"rdzv_backend": "static", "same_network": False, "enable_cpu_affinity": False}
 
@@ -152,7 +165,10 @@ def check_accelerate_yaml(path: str | Path) -> dict[str, Any]:
 
     Raises UserError for the first mistake.
     """
-    tree = load_yaml(path)
+    return _check_tree(path, load_yaml(path))
+
+
+def _check_tree(path: str | Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for key, value in tree.items():
         if key in SECTION_RULES:
@@ -250,6 +266,10 @@ def _check_together(path: str | Path, checked: Mapping[str, Any]) -> None:
                 raise UserError(f"{path}: fsdp_config.{key}: missing: the launcher's default is true; write false")
             if checked.get("parallelism_config"):
                 raise UserError(f"{path}: parallelism_config: needs fsdp_version: 2")
+        if fsdp.get("fsdp_sharding_strategy") == "NO_SHARD":
+            for key, idle in (("fsdp_forward_prefetch", False), ("fsdp_backward_prefetch", "NO_PREFETCH")):
+                if (value := fsdp.get(key, idle)) != idle:
+                    raise _mistake(path, f"fsdp_config.{key}", value, f"not used by NO_SHARD, which gathers nothing; write {shown(idle)}")
         policy = fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP")
         for key, user in (("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"), ("fsdp_min_num_params", "SIZE_BASED_WRAP")):
             if key in fsdp and policy != user:
@@ -271,32 +291,87 @@ def launcher_yaml() -> Path | None:
 
     None where there is none, or this process was not started by `accelerate launch`.
     """
+    words, folder = _parent()
+    return _yaml_of_command(words, folder, os.environ)
+
+
+def _parent() -> tuple[list[str], Path]:
+    """(command line, working folder) of the process that started this one."""
     import psutil
 
     try:
         parent = psutil.Process(os.getppid())
-        words, folder = parent.cmdline(), Path(parent.cwd())
+        return parent.cmdline(), Path(parent.cwd())
     except psutil.Error:
-        return None
-    return _yaml_of_command(words, folder, os.environ)
+        return [], Path()
 
 
-def _yaml_of_command(words: list[str], folder: Path, env: Mapping[str, str]) -> Path | None:
+def _flags(words: list[str]) -> dict[str, str | bool] | None:
+    """Flags of an `accelerate launch`, in their spelling with underscores -> value, true for a switch; None for another command."""
     whole = ("accelerate-launch", "accelerate.commands.launch")
     starts = [i + 1 for i, word in enumerate(words) if Path(word).name in whole]
     starts += [i + 2 for i, word in enumerate(words[:-1]) if Path(word).name.startswith("accelerate") and words[i + 1] == "launch"]
     if not starts:
         return None
-    rest = iter(words[starts[0] :])
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name in ("--config_file", "--config-file"):
-            return folder / (value if equals else next(rest, ""))
-        if word.endswith(".py"):  # The script: what follows is its own.
+    flags: dict[str, str | bool] = {}
+    own = words[starts[0] :]
+    for word, following in zip(own, [*own[1:], ""], strict=True):
+        if word.endswith(".py") or word in ("-m", "--module"):  # The script: what follows is its own.
             break
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = name[2:].replace("-", "_")
+            switch = name in SWITCHES or following.startswith("--") or following.endswith(".py")
+            flags[name] = value if equals else True if switch else following
+    return flags
+
+
+def _yaml_of_command(words: list[str], folder: Path, env: Mapping[str, str]) -> Path | None:
+    if (flags := _flags(words)) is None:
+        return None
+    if "config_file" in flags:
+        return folder / str(flags["config_file"])
     cache = env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     default = folder / Path(cache).expanduser() / "accelerate" / "default_config.yaml"
     return next((path for path in (default, default.with_suffix(".json")) if path.is_file()), None)
+
+
+def _with_flags(checked: Mapping[str, Any], flags: Mapping[str, str | bool]) -> dict[str, Any]:
+    """The YAML as the flags of `accelerate launch` change it, checked as a file is: UserError for a flag that would have no effect.
+
+    What the file says of one wrap policy, FSDP version or strategy is not held against a flag that asks for another one.
+    """
+    kind = checked["distributed_type"]
+    for flag, starts in (("multi_gpu", "MULTI_GPU"), ("use_fsdp", "FSDP")):
+        if flag in flags and kind != starts:
+            raise UserError(f"{COMMAND_LINE}: --{flag}: starts {starts}, and the YAML says {kind}; leave it out, or take another YAML")
+    if (steps := flags.get("gradient_accumulation_steps")) is not None:
+        raise _mistake(COMMAND_LINE, "--gradient_accumulation_steps", steps, REFUSED["gradient_accumulation_steps"])
+    tree: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in checked.items()}
+    fsdp = tree.get("fsdp_config", {})
+    dropped: set[str] = set()
+    if "fsdp_auto_wrap_policy" in flags:
+        dropped |= {"fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"}
+    if "fsdp_sharding_strategy" in flags:
+        dropped |= {"fsdp_backward_prefetch", "fsdp_forward_prefetch"}
+    if "fsdp_version" in flags:
+        dropped |= set(FSDP1_RULES) | set(FSDP2_RULES)
+    passed_over = {key: fsdp.pop(key) for key in dropped & set(fsdp)}
+    sections: dict[str | None, Mapping[str, Rule]] = {section: rules for section, (rules, _) in SECTION_RULES.items()}
+    for section, rules in {**sections, None: TOP_RULES}.items():
+        for key in set(rules) & set(flags):
+            if section == "parallelism_config" and not (checked.get(section) or "use_parallelism_config" in flags):
+                raise UserError(f"{COMMAND_LINE}: --{key}: the launcher ignores it without --use_parallelism_config; add that")
+            if section is None and key == "dynamo_backend" and "dynamo_config" in tree:
+                continue  # Its own section's.
+            value = flags[key]
+            if isinstance(value, str) and rules[key] is not str and key != "mixed_precision":
+                value = yaml.safe_load(value)
+            (tree if section is None else tree.setdefault(section, {}))[key] = value
+    tree = _check_tree(COMMAND_LINE, tree)
+    if passed_over:  # The launcher tells it to the ranks all the same.
+        tree["fsdp_config"] = passed_over | tree["fsdp_config"]
+    return tree
 
 
 def check_sharding(recipe: Recipe, placement: Placement) -> None:
@@ -305,6 +380,7 @@ def check_sharding(recipe: Recipe, placement: Placement) -> None:
     Without torch, so that it is told before anything is started.
     """
     sharding, kind = recipe.sharding, placement.distributed_type
+    alone = placement.num_processes == 1
 
     def refuse(key: str, fix: str) -> UserError:
         return mistake(recipe, f"sharding.{key}", fix)
@@ -318,6 +394,8 @@ def check_sharding(recipe: Recipe, placement: Placement) -> None:
         "reshard_after_backward": not sharding.reshard_after_backward,
     }
     for key, asked in gathering.items():
+        if asked and kind == "FSDP" and alone:
+            raise refuse(key, "one process gathers nothing; remove it, or start more")
         if asked and (kind, placement.fsdp_version) != ("FSDP", 2):
             twin = f"fsdp_{key} of the accelerate YAML is FSDP1's" if key.endswith("_prefetch") else "FSDP1 cannot do it"
             raise refuse(key, f"FSDP2 only; {twin if kind == 'FSDP' else f'{kind} gathers no parameters'}; remove it")
@@ -340,11 +418,18 @@ def check_sharding(recipe: Recipe, placement: Placement) -> None:
     if sharding.forward_prefetch and checkpointed and smaller:
         fix = "units in a checkpointed layer would gather ahead in backward too, when it is computed again; remove it or wrap whole layers"
         raise refuse("forward_prefetch", fix)
-    if sharding.gradient_sync is not None and kind == "NO":
-        raise refuse("gradient_sync", "NO is one process, which has nothing to reduce; remove it")
-    if sharding.gradient_sync == "every_step" and placement.fsdp_version == 1 and placement.mixed_precision != "no":
-        fix = f"FSDP1 would add micro batches up in {placement.mixed_precision}; write every_micro_batch or use fsdp_version: 2"
-        raise refuse("gradient_sync", fix)
+    if sharding.gradient_sync is not None and alone:
+        raise refuse("gradient_sync", "one process has nothing to reduce; remove it")
+    if sharding.gradient_sync == "every_step" and kind == "FSDP":
+        if placement.fsdp_version == 1 and placement.mixed_precision != "no":
+            fix = f"FSDP1 would add micro batches up in {placement.mixed_precision}; write every_micro_batch or use fsdp_version: 2"
+            raise refuse("gradient_sync", fix)
+        if sharding.reduce_dtype != "float32":
+            fix = f"would add micro batches up in {sharding.reduce_dtype}, the reduce_dtype; write every_micro_batch, or float32 there"
+            raise refuse("gradient_sync", fix)
+    if recipe.model.tie_word_embeddings and (shared := {"Embedding", "Linear"} & set(placement.transformer_cls_names_to_wrap)):
+        fix = f"{shared.pop()} of fsdp_transformer_layer_cls_to_wrap cannot be a unit: embedding and head are one tensor; write false"
+        raise mistake(recipe, "model.tie_word_embeddings", fix)
 
 
 def check_launch(env: Mapping[str, str] | None = None) -> Placement:
@@ -353,12 +438,21 @@ def check_launch(env: Mapping[str, str] | None = None) -> Placement:
     if "ACCELERATE_MIXED_PRECISION" not in env:  # Set by accelerate launch, whatever the YAML.
         fix = "nothing says how to shard; start with `accelerate launch --config_file accelerate_configs/fsdp.yaml ...`"
         raise UserError(f"{COMMAND_LINE}: not started by accelerate launch: {fix}")
-    path = launcher_yaml()
+    words, folder = _parent()
+    path = _yaml_of_command(words, folder, os.environ)
     checked = check_accelerate_yaml(path) if path is not None else {}
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and checked.get("distributed_type", "NO") != "NO":
         fix = f"starts one process without {checked['distributed_type']}; leave it out: without a GPU the CPU is used"
         raise UserError(f"{COMMAND_LINE}: --cpu: {fix}")
-    return placement_from_environment(env)
+    if path is None:
+        return placement_from_environment(env)
+    asked = _with_flags(checked, _flags(words) or {})
+    placement = placement_from_environment(env)
+    for field, value in vars(_placement(_environment(asked, processes=placement.num_processes), source=COMMAND_LINE)).items():
+        if value != (made := getattr(placement, field)):
+            fix = f"accelerate launch makes {shown(made)} of it; write it into the YAML"
+            raise _mistake(COMMAND_LINE, field, value, fix)
+    return placement
 
 
 def placement_from_yaml(path: str | Path, *, num_processes: int | None = None) -> Placement:
@@ -374,13 +468,16 @@ def placement_from_environment(env: Mapping[str, str] | None = None) -> Placemen
 def environment_from_yaml(path: str | Path, *, num_processes: int | None = None) -> dict[str, str]:
     """The environment in which `accelerate launch --config_file path` starts the ranks, as far as placement goes (and its sizes)."""
     checked = check_accelerate_yaml(path)
-    kind = checked["distributed_type"]
-    processes = num_processes or checked.get("num_processes") or (1 if kind == "NO" else None)
+    if num_processes is not None:
+        checked = _check_tree(COMMAND_LINE, checked | {"num_processes": num_processes})
+    processes = checked.get("num_processes") or (1 if checked["distributed_type"] == "NO" else None)
     if processes is None:
         raise UserError(f"{path}: num_processes: missing: write it, or pass --num_processes")
-    machines = checked.get("num_machines", 1)
-    if processes % machines:
-        raise _mistake(COMMAND_LINE, "--num_processes", processes, f"must be a multiple of num_machines, {machines}")
+    return _environment(checked, processes=processes)
+
+
+def _environment(checked: Mapping[str, Any], *, processes: int) -> dict[str, str]:
+    kind, machines = checked["distributed_type"], checked.get("num_machines", 1)
     dynamo = checked.get("dynamo_config", {})
     env = {
         "ACCELERATE_MIXED_PRECISION": checked.get("mixed_precision", "no"),
@@ -450,6 +547,9 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
         for key, value in told.items():
             if value not in FSDP1_RULES[key]:  # type: ignore[operator]
                 raise _mistake(source, key, value, REFUSED_VALUES.get((key, value), f"must be one of {strategies}"))
+        if common["dynamo_regional"]:
+            fix = "torch cannot compile layer by layer under FSDP1; write false, or fsdp_version: 2"
+            raise _mistake(source, "dynamo_config.dynamo_use_regional_compilation", True, fix)
         for key in ("FSDP_OFFLOAD_PARAMS", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             if flag(key, "false"):
                 raise _mistake(source, key.removeprefix("ACCELERATE_").lower(), True, "not supported with FSDP1; write fsdp_version: 2")
@@ -479,6 +579,10 @@ def _placement(env: Mapping[str, str], *, source: str) -> Placement:
             fix = "nothing would be sharded; raise it, or use distributed_type MULTI_GPU"
             raise _mistake(source, "parallelism_config.parallelism_config_dp_shard_size", shard, fix)
     classes = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    for name in classes.split(",") if classes else ():
+        if name not in WRAPPABLE:
+            fix = f"not in the model, or no unit of it; choose from {', '.join(WRAPPABLE)}"
+            raise _mistake(source, "fsdp_config.fsdp_transformer_layer_cls_to_wrap", name, fix)
     return Placement(
         distributed_type="FSDP",
         dp_replicate_size=replicate,
