@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -44,6 +45,9 @@ def test_loss_and_norm_are_those_of_one_process_in_fp32(run: Run, name: str) -> 
     for key in ("learning_rate", "tokens_seen", "bad_steps"):
         assert other.column(f"train/{key}") == alone.column(f"train/{key}")
     assert other.column("train/tokens_seen") == [step * 8 * 64 for step in range(1, STEPS + 1)]
+    scales = other.column("train/loss_scale")
+    assert len(scales) == (STEPS if placement["mixed_precision"] == "fp16" else 0)
+    assert all(1 < scale <= 2**16 and math.log2(scale).is_integer() for scale in scales)
     if name in FILES and not LAUNCHER.get(name):
         asked = asdict(placement_from_yaml(ROOT / "accelerate_configs" / f"{name}.yaml"))
         assert placement == {key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()}

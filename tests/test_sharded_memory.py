@@ -53,6 +53,29 @@ def test_states_are_cut_by_the_ranks_of_a_shard(pool: Any, config: str, shards: 
             assert rank["activations"] == pytest.approx(2 * PARAMETERS + predicted["activations"], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("config", "world_size", "micro_batches", "tied"),
+    [
+        ("fsdp.yaml", 4, 2, True),
+        ("fsdp_fp32.yaml", 2, 2, True),
+        ("fsdp_fp32.yaml", 4, 2, False),
+        ("fsdp_hybrid.yaml", 4, 1, True),
+        ("ddp.yaml", 2, 2, True),
+        ("single.yaml", 1, 2, True),
+        ("single.yaml", 1, 1, False),
+    ],
+)
+def test_the_embedding_may_be_most_of_the_model(pool: Any, config: str, world_size: int, micro_batches: int, tied: bool) -> None:
+    model = replace(MODEL, vocab_size=16_000, hidden_size=64, intermediate_size=176, num_hidden_layers=2, tie_word_embeddings=tied)
+    placement = placement_from_yaml(ROOT / "accelerate_configs" / config, num_processes=world_size)
+    predicted = predict_memory(
+        model=model, placement=placement, micro_batch_size=1, sequence_length=16, gradient_accumulation_steps=micro_batches
+    )
+    step = {"model": model, "rows": 1, "length": 16, "micro_batches": micro_batches}
+    for rank in pool.run(memory_of_a_step, world_size=world_size, config=config, **step):
+        assert rank["peak"] == pytest.approx(predicted["peak"], rel=0.03)
+
+
 def test_checkpointed_layers_keep_their_inputs(pool: Any) -> None:
     """2 bytes per token, layer and channel, and in backward one layer more; selective lies between that and all."""
     model = replace(MODEL, vocab_size=64, num_hidden_layers=8)  # Next to no head: what is left are the layers.

@@ -184,27 +184,23 @@ def predict_memory(
 ) -> dict[str, int]:
     """Bytes per rank of one training step (eager, AdamW, fp32 masters and reduction, gradients freed by zero_grad).
 
-    P = parameters, s = dp_shard_size (1 without FSDP), c = 2 under mixed precision, else 4, T = micro_batch_size x sequence_length tokens;
-    U = parameters of the largest of the units (`communication.fsdp_units`), R of the root's own, K of those that stay gathered.
-    parameters 4 P / s; gradients 4 P / s; optimizer 8 P / s.
-    gathered: FSDP2 holds the root's, the unit in use and the next one: c (R + 2 U); without reshard after forward c P. Without sharding the
-      casts of the linear weights that autocast keeps, and under DDP the reduction buckets, 4 P.
+    P = parameters, s = dp_shard_size (1 without FSDP), c = 2 under mixed precision, else 4, T = micro_batch_size x sequence_length tokens.
+    parameters 4 P / s; gradients 4 P / s; optimizer 8 P / s. With offload_params they are in host memory, and not in the peak.
+    gathered: what FSDP holds whole at a time, see `_sharded_peak` and `_flat_peak`. Without it the casts of the linear weights that
+      autocast keeps, and under DDP the reduction buckets, 4 P.
     activations: T x activation_bytes_per_token at the end of the forward; with checkpointing a layer keeps its input (c H; DDP 4 H).
       document_mask adds its mask, c x micro_batch_size x sequence_length^2, which all layers share.
     peak = parameters + optimizer + the largest of
-      the loss's backward: activations, logits dropped, + 8 V T (gradients of log-probabilities and logits, fp32) + c K
-      a layer's backward: layers' activations (one recomputed) + gathered + one unit's unsharded gradient (c) and its fp32 reduction input
-      the last backward: gradients + c (R + 2 U), under DDP the buckets + the same two
-    with, from the second micro batch on, the gradients under each, and at the last backward the shard of a unit's that is to be added to
-    them, 4 U / s; with replicas, whose shards wait for the end of the backward, all of them.
-    Shards are padded to equal rows, which is left out.
-    FSDP1: see `_flat_peak`.
+      the loss's backward: activations, logits dropped, + 8 V T (gradients of log-probabilities and logits, fp32) + gathered
+      a layer's backward: layers' activations (one recomputed) + gathered
+      the last backward: gradients, and under DDP the buckets; tied, the gradients that embedding and head have of one tensor, 8 V H
+    with, from the second micro batch on, the gradients under each. FSDP's are in `_sharded_peak` and `_flat_peak`.
+    Shards are padded to equal rows, which is left out; so are the offload of checkpoints, and of an asynchronous save the copy of the
+    shards that a CPU has in the same memory.
     sharding: what the recipe's section changes of that.
-      activation_checkpointing (full where the placement says it): `_kept_by_layers`. Its offload is left out.
-      forward_prefetch, backward_prefetch: so many units beside the one in use instead of one.
-      reshard_after_forward_size r: from forward to backward 1/r of each unit but the tail, in the compute type.
-      reshard_after_backward false: all that is gathered is still there at the last backward, from the second micro batch on.
-      gradient_sync every_step: the whole gradient, 4 P (2 P in bfloat16), in place of the gradients of earlier micro batches.
+      activation_checkpointing (full where the placement says it): `_kept_by_layers`.
+      gradient_sync every_step: the whole gradient, 4 P, in place of the gradients of earlier micro batches.
+      The others are FSDP2's: `_sharded_peak`.
     """
     c = 4 if placement.mixed_precision == "no" else 2
     counts = parameter_counts(model)
@@ -213,19 +209,6 @@ def predict_memory(
     flat = sharded and placement.fsdp_version == 1
     local = -(-counts["total"] // placement.dp_shard_size) if sharded else counts["total"]
     parameters, gradients, optimizer = 4 * local, 4 * local, 8 * local
-
-    whole = c * counts["total"]
-    units = {unit.name: sum(math.prod(shape) for shape in unit.shapes) for unit in fsdp_units(model, placement)}
-    kept = sum(units[unit.name] for unit in fsdp_units(model, placement) if not unit.resharded)
-    root = units.pop("", 0)
-    if sharded:
-        ahead = max(1, sharding.forward_prefetch or 1, sharding.backward_prefetch or 1)
-        at_last = min(whole, c * (root + (1 + ahead) * max(units.values(), default=0)))
-        gathered = at_last if placement.reshard_after_forward else whole
-    else:
-        casts = c * (counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])) if c < 4 else 0
-        at_last = 4 * counts["total"] if placement.distributed_type == "MULTI_GPU" else 0
-        gathered = at_last + casts
 
     per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=document_mask)
     if flat:  # Accelerate returns FSDP1's logits in fp32.
@@ -242,37 +225,29 @@ def predict_memory(
     activations = mask + tokens * (layers + per_token["head"])
     several = gradient_accumulation_steps > 1
     late = sharded and several and sharding.gradient_sync == "every_step"
-    summed = {"float32": 4, "bfloat16": 2}[sharding.reduce_dtype] * counts["total"] if late else gradients
-    earlier = summed if several else 0
-    loss = activations + tokens * (8 * model.vocab_size - per_token["logits"])
+    summed = 4 * counts["total"] if late else 0 if placement.offload_params else gradients
+    step = _Step(
+        compute_bytes=c,
+        earlier=summed if several else 0,
+        gradients=summed,
+        loss=activations + tokens * (8 * model.vocab_size - per_token["logits"]),
+        layers=mask + tokens * layers,
+        recomputed=tokens * recomputed,
+        tied=counts["embedding"] if model.tie_word_embeddings else 0,
+    )
     if flat:
-        gathered, peak = _flat_peak(
-            root=root,
-            layer=max(units.values(), default=0),
-            total=counts["total"],
-            tail=counts["tail"] if units else 0,
-            compute_bytes=c,
-            shard_size=placement.dp_shard_size,
-            keep=not placement.reshard_after_forward,
-            gradients=gradients,
-            earlier=earlier,
-            loss=loss,
-            layers=mask + tokens * layers,
-            last_layer=tokens * (layers // model.num_hidden_layers - recomputed),
-        )
+        last_layer = tokens * (layers // model.num_hidden_layers - recomputed)
+        gathered, peak = _flat_peak(step, model=model, placement=placement, last_layer=last_layer)
+    elif sharded:
+        gathered, peak = _sharded_peak(step, model=model, placement=placement, sharding=sharding, late=late)
     else:
-        largest = max([root, *units.values()])
-        reducing = (c + 4) * largest if sharded else 0
-        added = gradients if placement.dp_replicate_size > 1 else 4 * largest // placement.dp_shard_size
-        smaller = 0
-        if sharding.reshard_after_forward_size is not None:
-            smaller = c * (counts["total"] - kept) // sharding.reshard_after_forward_size
-        if not sharding.reshard_after_backward and several:
-            at_last = whole
+        casts = c * (counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])) if c < 4 else 0
+        buckets = 4 * counts["total"] if placement.distributed_type == "MULTI_GPU" else 0
+        gathered = buckets + casts
         peak = max(
-            earlier + loss + (c * kept if sharded else gathered) + smaller,
-            earlier + mask + tokens * (layers + recomputed) + gathered + smaller + reducing,
-            summed + at_last + reducing + (added if sharded and several and not late else 0),
+            step.earlier + max(step.loss, step.layers + step.recomputed) + gathered,
+            step.gradients + buckets,
+            step.earlier + buckets + 8 * step.tied,
         )
     return {
         "parameters": parameters,
@@ -280,8 +255,73 @@ def predict_memory(
         "optimizer": optimizer,
         "gathered": gathered,
         "activations": activations,
-        "peak": parameters + optimizer + peak,
+        "peak": peak if placement.offload_params else parameters + optimizer + peak,
     }
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Bytes of a training step that do not depend on how the model is cut."""
+
+    compute_bytes: int
+    earlier: int
+    """Gradients of earlier micro batches."""
+    gradients: int
+    """At the end, before they are reduced for good."""
+    loss: int
+    """Activations and what the loss's backward adds."""
+    layers: int
+    """Activations of the layers, mask included."""
+    recomputed: int
+    tied: int
+    """Parameters that embedding and head share."""
+
+
+def _sharded_peak(step: _Step, *, model: ModelConfig, placement: Placement, sharding: ShardingConfig, late: bool) -> tuple[int, int]:
+    """FSDP2: (bytes gathered, peak without parameters and optimizer state).
+
+    c and s as above; U = parameters of the largest unit (`fsdp_units`) but the root, L of the largest one in a layer, R of the root's own,
+    K of those that stay gathered, which are R and the tail.
+    gathered: the root's, the unit in use and the next one, c (R + 2 U), with prefetch more of U; without reshard after forward c P.
+    The largest of
+      the loss's backward: loss + c K
+      a layer's backward: layers' activations (one recomputed) + gathered, with L for U, + the unit's unsharded gradient, c L, and its
+        reduction input, 4 L; or as the tail is reduced the same of K with a layer gathered
+      the last backward: gradients + c R + c U + 4 U and gloo's copy of that (on a GPU the next unit's); or of the root alone 4 R, twice
+      tied: gathered, the gradients of head and embedding, and their sum: 4 c V H
+    each with the gradients of earlier micro batches. At the last backward of several there is the shard that is to be added to them,
+    4 U / s; with replicas, whose shards wait for the end of the backward, all of them; with gradient_sync every_step (late) none.
+    Held against measurements to 5 %, where the embedding is most of the model and layers are not wrapped to 10 %.
+    reshard_after_forward_size r: from forward to backward 1/r of each unit but the tail, in the compute type.
+    reshard_after_backward false: from the second micro batch on all that is gathered stays so.
+    """
+    c, counts, cut = step.compute_bytes, parameter_counts(model), fsdp_units(model, placement)
+    units = {unit.name: sum(math.prod(shape) for shape in unit.shapes) for unit in cut}
+    kept = sum(units[unit.name] for unit in cut if not unit.resharded)
+    root, whole = units.pop("", 0), c * counts["total"]
+    largest = max(units.values())
+    inside = max((size for name, size in units.items() if name.startswith("model.layers.")), default=0)
+    several = step.earlier > 0
+    ahead = max(1, sharding.forward_prefetch or 1, sharding.backward_prefetch or 1)
+    gathered, in_layer = (
+        min(whole, c * (root + (1 + ahead) * size)) if placement.reshard_after_forward else whole for size in (largest, inside)
+    )
+    tail = counts["tail"] + step.tied
+    at_loss, at_last = c * kept, c * root
+    at_tail = c * (kept + inside) if placement.reshard_after_forward else whole
+    if several and not sharding.reshard_after_backward:
+        at_loss = at_last = whole
+    smaller = c * (counts["total"] - kept) // size if (size := sharding.reshard_after_forward_size) else 0
+    added = 0
+    if several and not late:
+        added = step.gradients if placement.dp_replicate_size > 1 else 4 * max(root, largest) // placement.dp_shard_size
+    return gathered, max(
+        step.earlier + step.loss + at_loss + smaller,
+        step.earlier + step.layers + step.recomputed + in_layer + smaller + (c + 4) * inside,
+        step.earlier + step.layers + at_tail + smaller + (c + 4) * tail,
+        step.gradients + max(at_last + (c + 8) * largest, 8 * root) + added,
+        step.earlier + 4 * c * step.tied,
+    )
 
 
 def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, layer_input: int, compute_bytes: int) -> tuple[int, int]:
@@ -310,39 +350,28 @@ def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, la
             return count * layer, 0
 
 
-def _flat_peak(
-    *,
-    root: int,
-    layer: int,
-    total: int,
-    tail: int,
-    compute_bytes: int,
-    shard_size: int,
-    keep: bool,
-    gradients: int,
-    earlier: int,
-    loss: int,
-    layers: int,
-    last_layer: int,
-) -> tuple[int, int]:
-    """(bytes that FSDP1 gathers, peak without parameters and optimizer state). root, layer, total, tail: parameters.
+def _flat_peak(step: _Step, *, model: ModelConfig, placement: Placement, last_layer: int) -> tuple[int, int]:
+    """FSDP1: (bytes gathered, peak without parameters and optimizer state).
 
     Embedding, norm and head are one unit, the root, which stays gathered from the forward to the end of the backward. Beside it two layers
-    are gathered, one in use and one prefetched (BACKWARD_PRE), at the loss the latter; SHARD_GRAD_OP (keep) has all; NO_SHARD in fp32 none,
-    in bf16 casts of the same.
+    are gathered, one in use and one prefetched (BACKWARD_PRE), at the loss the latter; SHARD_GRAD_OP has all; NO_SHARD in fp32 none, in
+    bf16 casts of the same.
     A unit's gradient exists three times when it is reduced: by parameter, as one flat tensor, and that in fp32 (not where it is already).
-    loss: activations and what the loss's backward adds; layers: the layers' activations, of which last_layer is gone when the last one's
-    gradient is reduced.
+    last_layer: bytes of the layers' activations that are gone when the last one's gradient is reduced.
     """
-    c = compute_bytes
+    c, shards = step.compute_bytes, placement.dp_shard_size
+    units = {unit.name: sum(math.prod(shape) for shape in unit.shapes) for unit in fsdp_units(model, placement)}
+    root, layer = units.pop(""), max(units.values(), default=0)
     cast = 4 if c < 4 else 0
-    held = 0 if shard_size == 1 and c == 4 else c
-    gathered = held * (total if keep and shard_size > 1 else root + 2 * layer)
+    held = 0 if shards == 1 and c == 4 else c
+    keep = shards > 1 and not placement.reshard_after_forward
+    gathered = held * (parameter_counts(model)["total"] if keep else root + 2 * layer)
+    head = c * parameter_counts(model)["tail"] if units else 0
     return gathered, max(
-        earlier + loss + (gathered if keep and shard_size > 1 else held * (root + layer)),
-        earlier + layers + gathered + c * tail,
-        earlier + layers - last_layer + gathered + c * tail + (2 * c + cast) * layer,
-        gradients + (held + 2 * c + cast) * root + (4 * root // shard_size if earlier and shard_size > 1 else 0),
+        step.earlier + step.loss + (gathered if keep else held * (root + layer)),
+        step.earlier + step.layers + gathered + head,
+        step.earlier + step.layers - last_layer + gathered + head + (2 * c + cast) * layer,
+        step.gradients + (held + 2 * c + cast) * root + (4 * root // shards if step.earlier and shards > 1 else 0),
     )
 
 

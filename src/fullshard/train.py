@@ -255,6 +255,7 @@ def train(
                 "train/tokens_seen": now.tokens_seen,
                 "train/bad_steps": bad_steps.read()[1],
                 "train/rollbacks": now.rollbacks,
+                **({} if (scaler := accelerator.scaler) is None else {"train/loss_scale": scaler.get_scale()}),
                 **_throughput(recipe, accelerator, steps=window_steps, wall_s=wall_s, data_wait_s=data_wait_s),
                 **data_values,
                 **_memory_values(model, optimizer, run, measurement=measurement, result=result),
