@@ -257,20 +257,24 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("content", VARIANTS)
-def test_a_yaml_means_what_the_launcher_makes_of_it(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The promise of "known before launch": a failure says that accelerate reads this YAML otherwise than we do."""
+def told_by_launcher(words: list[str]) -> dict[str, str]:
+    """The environment in which `accelerate launch` would start the ranks."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if not (arguments.use_fsdp or arguments.multi_gpu):
+        return prepare_simple_launcher_cmd_env(arguments)[1]
+    told = prepare_multi_gpu_env(arguments)  # Sets nproc_per_node too.
+    return {**told, "WORLD_SIZE": str(arguments.num_processes), "LOCAL_WORLD_SIZE": arguments.nproc_per_node}
+
+
+@pytest.mark.parametrize("content", VARIANTS)
+def test_a_yaml_means_what_the_launcher_makes_of_it(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promise of "known before launch": a failure says that accelerate reads this YAML otherwise than we do."""
     path = tmp_path / "x.yaml"
     path.write_text(content)
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
-    if arguments.use_fsdp or arguments.multi_gpu:
-        told = {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": str(arguments.num_processes)}
-        told["LOCAL_WORLD_SIZE"] = arguments.nproc_per_node
-    else:
-        _, told = prepare_simple_launcher_cmd_env(arguments)
+    told = told_by_launcher(["--config_file", str(path), "train.py"])
     ours = environment_from_yaml(path)
     assert ours == {key: told.get(key) for key in ours}
     ignored = r"FSDP_(SHARDING_STRATEGY|FORWARD_PREFETCH|USE_ORIG_PARAMS|SYNC_MODULE_STATES)|PARALLELISM_CONFIG_(TP|CP|SP)_.*"
@@ -482,17 +486,9 @@ FLAGS = [
 @pytest.mark.parametrize(("name", "flags", "line"), FLAGS)
 def test_a_flag_has_an_effect_or_is_an_error(name: str, flags: str, line: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the YAML. What the launcher makes of file and flags is what it tells the ranks."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-
     words = ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), *flags.split()]
     words += [] if "train.py" in words else ["train.py"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    if arguments.use_fsdp or arguments.multi_gpu:
-        told = {**prepare_multi_gpu_env(arguments), "WORLD_SIZE": str(arguments.num_processes)}
-        told["LOCAL_WORLD_SIZE"] = arguments.nproc_per_node
-    else:
-        _, told = prepare_simple_launcher_cmd_env(arguments)
+    told = told_by_launcher(words)
     monkeypatch.setattr(sharding, "_parent", lambda: (["python", "/bin/accelerate", "launch", *words], Path("/")))
     if line is None:
         assert check_launch(told) == placement_from_environment(told)
