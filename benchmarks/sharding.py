@@ -92,6 +92,8 @@ def take_steps(*, steps: int, words: Sequence[str]) -> dict[str, Any]:
     )
     adamw = build_optimizer(model.parameters(), optim=recipe.optim)
     schedule = build_schedule(adamw, optim=recipe.optim, max_steps=recipe.train.max_steps)
+    if (scaler := accelerator.scaler) is not None:  # fp16 as after some steps: from torch's 2^16 the first ones overflow and are left out.
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**10})
     step = functools.partial(
         train_step,
         accelerator=accelerator,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from launcher import Launched
@@ -21,13 +22,23 @@ def pool() -> Iterator[GlooPool]:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
-    """A run of launches.py by name, launched when it is first asked for."""
-    done: dict[str, Launched] = {}
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Launched]]:
+    """A run of launches.py by name. At the first question those that tests ask for by a parameter are launched, two at a time: half of a
+    launch is imports in one process."""
+    asked = [item.callspec.params.get("name") for item in request.session.items if "run" in item.fixturenames and hasattr(item, "callspec")]
+    futures: dict[str, Future[Launched]] = {}
+    with ThreadPoolExecutor(2) as executor:
 
-    def get(name: str) -> Launched:
-        if name not in done:
-            done[name] = launched(name, tmp_path_factory.mktemp("run") / "out")
-        return done[name]
+        def ask(name: str) -> Future[Launched]:
+            if name not in futures:
+                futures[name] = executor.submit(launched, name, tmp_path_factory.mktemp("run") / "out")
+            return futures[name]
 
-    return get
+        def get(name: str) -> Launched:
+            first = ask(name)
+            for other in filter(None, asked):
+                ask(other)
+            return first.result()
+
+        yield get
+        executor.shutdown(cancel_futures=True)

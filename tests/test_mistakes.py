@@ -35,14 +35,6 @@ MISTAKES = {
         "{tmp}/x.yaml: data.sequence_lenght: unknown key; did you mean sequence_length?", recipe="data: {sequence_lenght: 8}"
     ),
     "wrong type": Mistake("command line: --train.max_steps: ten: must be an integer > 0", {"train__max_steps": "ten"}),
-    "batch not divisible by the processes": Mistake(
-        "train.global_batch_size: 4: must be a multiple of micro_batch_size x processes",
-        {"train__global_batch_size": 4, "train__micro_batch_size": 4},
-    ),
-    "more processes than rows": Mistake(
-        "--train.global_batch_size: 1: fewer rows than processes, 2",
-        {"train__global_batch_size": 1, "train__micro_batch_size": 1, "data__num_streams": 1},
-    ),
     "streams not divisible by the processes": Mistake(
         "data.num_streams: 1: must be a multiple of the number of processes, 2; it fits 1 processes", {"data__num_streams": 1}
     ),
@@ -60,18 +52,9 @@ MISTAKES = {
     "no held-out data": Mistake(
         "no held-out text; set data.evaluation_files", {"data__path": "text", "data__data_files": f"[{ROOT}/src/fullshard/*.py]"}
     ),
-    "bf16 reduction under DDP": Mistake(
-        "sharding.reduce_dtype: bfloat16: MULTI_GPU reduces gradients in fp32",
-        {"sharding__reduce_dtype": "bfloat16"},
-        accelerate=(ROOT / "accelerate_configs" / "ddp.yaml").read_text(),
-    ),
     "unknown key in fsdp_config": Mistake(
         "{tmp}/a.yaml: fsdp_config.fsdp_reshard_after_fwd: unknown key; did you mean fsdp_reshard_after_forward?",
         accelerate=FSDP.replace("fsdp_reshard_after_forward", "fsdp_reshard_after_fwd"),
-    ),
-    "wrong wrap class": Mistake(
-        "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayr: not in the model, or no unit of it; choose from LlamaDecoderLayer, ",
-        accelerate=FSDP.replace("LlamaDecoderLayer", "LlamaDecoderLayr"),
     ),
     "units of a size that no part of a layer has": Mistake(
         "fsdp_config.fsdp_min_num_params: 100000000: no part of a layer has so many, a layer has ",
@@ -82,22 +65,9 @@ MISTAKES = {
         {"optim__learning_rate": 1e30, "train__max_steps": 3, "train__max_bad_steps": 2},
         launcher=("--mixed_precision", "no"),
     ),
-    "FSDP1": Mistake(
-        "{tmp}/a.yaml: fsdp_config.fsdp_reshard_after_forward: true: FSDP2 only",
-        accelerate=FSDP.replace("fsdp_version: 2", "fsdp_version: 1"),
-    ),
-    "rank 0 loads": Mistake(
-        "fsdp_cpu_ram_efficient_loading: true: must be false",
-        accelerate=FSDP.replace("fsdp_cpu_ram_efficient_loading: false", "fsdp_cpu_ram_efficient_loading: true"),
-    ),
-    "mesh does not match": Mistake(
-        "dp_replicate_size x dp_shard_size, 2 x 2 = 4, must equal num_processes, 2",
-        accelerate=FSDP + "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n",
-    ),
     "offload without a GPU": Mistake(
         "fsdp_offload_params: true: needs a GPU", accelerate=(ROOT / "accelerate_configs" / "fsdp_cpu_offload.yaml").read_text()
     ),
-    "--cpu": Mistake("command line: --cpu: starts one process without FSDP", launcher=("--cpu",)),
     "accumulation in the environment": Mistake(
         "environment: ACCELERATE_GRADIENT_ACCUMULATION_STEPS: 4: derived from", environment={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     ),

@@ -21,16 +21,17 @@ PARAMETERS = COUNTS["total"]  # All shapes divide by 4.
 ROWS, LENGTH = 1, 8
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
-    ("config", "shards"),
+    ("config", "shards", "micro_batches"),
     [
-        ("ddp.yaml", 1),
-        ("fsdp.yaml", 4),
-        ("fsdp_shard_grad_op.yaml", 4),
-        ("fsdp_hybrid.yaml", 2),
-        ("fsdp_fine_grained.yaml", 4),
-        ("fsdp_no_wrap.yaml", 4),
+        ("ddp.yaml", 1, 1),
+        ("fsdp.yaml", 4, 1),
+        ("fsdp.yaml", 4, 2),
+        ("fsdp_shard_grad_op.yaml", 4, 1),
+        ("fsdp_hybrid.yaml", 2, 1),
+        ("fsdp_hybrid.yaml", 2, 2),
+        ("fsdp_fine_grained.yaml", 4, 2),
+        ("fsdp_no_wrap.yaml", 4, 2),
     ],
 )
 def test_states_are_cut_by_the_ranks_of_a_shard(pool: Any, config: str, shards: int, micro_batches: int) -> None:
