@@ -88,8 +88,8 @@ class GlooPool:
             for rank in range(world_size):
                 launched = environment_from_yaml(path, num_processes=world_size)
                 if "WORLD_SIZE" in launched:  # Else distributed_type NO, one process of no group.
-                    launched |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    launched |= {"MASTER_ADDR": "127.0.0.1"}  # Accelerate asks for it where there are several machines.
+                    # Accelerate asks for the address where there are several machines.
+                    launched |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
                 self._worker(rank).send((function, arguments, launched | (environment or {}), f"{folder}/rendezvous"))
             results = []
             for rank in range(world_size):

@@ -190,7 +190,8 @@ def prepare_model(
             # Offloaded shards are made where they stay; no test reaches that, it needs a GPU.
             offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
             materialise(model, device=torch.device("cpu") if offloaded else accelerator.device, seed=seed)
-            restore_rope_buffers(model, device=accelerator.device)
+            if offloaded:
+                restore_rope_buffers(model, device=accelerator.device)
             return model
         case 1:
             accelerator.state.fsdp_plugin.param_init_fn = module_materialiser(model, device=accelerator.device, seed=seed)

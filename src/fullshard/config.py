@@ -88,6 +88,21 @@ class ModelConfig:
     """Bias in the three MLP projections."""
     rope_parameters: RopeParameters = field(default_factory=RopeParameters)
 
+    @property
+    def head_width(self) -> int:
+        """Channels of a head: head_dim, or what it defaults to."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads."""
+        return self.num_attention_heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all key heads, and of all value heads."""
+        return self.num_key_value_heads * self.head_width
+
 
 @dataclass(frozen=True)
 class SourcePlace:
@@ -370,10 +385,9 @@ def check_recipe(recipe: Recipe) -> None:
         raise mistake(recipe, "model.num_attention_heads", f"must divide model.hidden_size, {model.hidden_size}")
     if model.num_attention_heads % model.num_key_value_heads:
         raise mistake(recipe, "model.num_key_value_heads", f"must divide model.num_attention_heads, {model.num_attention_heads}")
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    if head_dim % 2:
+    if model.head_width % 2:
         key = "model.head_dim" if model.head_dim else "model.hidden_size"
-        raise mistake(recipe, key, f"a head is {head_dim} wide; the rotary embedding needs an even width")
+        raise mistake(recipe, key, f"a head is {model.head_width} wide; the rotary embedding needs an even width")
     for name in ROPE_FIELDS["llama3"]:
         needed, given = name in ROPE_FIELDS[rope.rope_type], getattr(rope, name) is not None
         if needed and not given:
@@ -403,13 +417,13 @@ def check_recipe(recipe: Recipe) -> None:
 
 def _check_checkpointing(recipe: Recipe) -> None:
     sharding = recipe.sharding
-    kind = sharding.activation_checkpointing or "null"
-    if kind == "every_n" and sharding.activation_checkpointing_every is None:
+    kind, every = sharding.activation_checkpointing or "null", sharding.activation_checkpointing_every
+    if kind == "every_n" and every is None:
         raise mistake(recipe, "sharding.activation_checkpointing_every", "must be set with sharding.activation_checkpointing every_n")
-    if kind == "every_n" and sharding.activation_checkpointing_every > recipe.model.num_hidden_layers:  # type: ignore[operator]
+    if kind == "every_n" and every is not None and every > recipe.model.num_hidden_layers:
         fix = f"more than model.num_hidden_layers, {recipe.model.num_hidden_layers}: the first layer alone would be checkpointed; lower it"
         raise mistake(recipe, "sharding.activation_checkpointing_every", fix)
-    if kind != "every_n" and sharding.activation_checkpointing_every is not None:
+    if kind != "every_n" and every is not None:
         fix = f"not used by sharding.activation_checkpointing {kind}; remove it or choose every_n"
         raise mistake(recipe, "sharding.activation_checkpointing_every", fix)
     if sharding.activation_checkpointing_offload and kind not in ("full", "every_n"):

@@ -6,6 +6,7 @@ formulas. Layer 0: imports no torch. `memory` and `communication` measure the sa
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,10 @@ class Unit:
     resharded: bool
     """Freed after its forward and gathered again for its backward."""
 
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
 
 def sent_bytes(communication: Mapping[tuple[Kind, Ranks], Traffic]) -> int:
     """Bytes that a rank sends under ring algorithms: (n - 1) / n of what is gathered or scattered over n ranks, twice that where it is
@@ -60,9 +65,7 @@ def sent_bytes(communication: Mapping[tuple[Kind, Ranks], Traffic]) -> int:
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of transformers' Llama, in its order; a tied head is not listed."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    head = model.head_dim or hidden // model.num_attention_heads
-    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    hidden, inner, query, key = model.hidden_size, model.intermediate_size, model.query_width, model.key_width
     linears = {
         **{f"self_attn.{name}_proj": (rows, hidden, model.attention_bias) for name, rows in (("q", query), ("k", key), ("v", key))},
         "self_attn.o_proj": (hidden, query, model.attention_bias),
@@ -130,7 +133,8 @@ def _units_by_size(shapes: Mapping[str, tuple[int, ...]], *, min_num_params: int
     return units
 
 
-def parameter_counts(model: ModelConfig) -> dict[Literal["embedding", "layer", "tail", "total"], int]:
+@functools.cache  # A run asks at each logged step, for its flops.
+def parameter_counts(model: ModelConfig) -> Mapping[Literal["embedding", "layer", "tail", "total"], int]:
     """Parameters of the units that FSDP gathers: input embedding, a decoder layer, tail (final norm and untied head); and of the model."""
     sizes = {name: math.prod(shape) for name, shape in parameter_shapes(model).items()}
     embedding = sizes["model.embed_tokens.weight"]
@@ -160,9 +164,8 @@ def activation_bytes_per_token(
     Leaves out the rotary cos and sin (once per model 2 c head_dim per position; with document_mask per token) and the loss's per-token
     scalars.
     """
-    hidden, head = model.hidden_size, model.head_dim or model.hidden_size // model.num_attention_heads
-    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
-    key = query if document_mask else key
+    hidden, query = model.hidden_size, model.query_width
+    key = query if document_mask else model.key_width
     c = compute_bytes
     cast = autocast and c < 4
     normalised = 4 * hidden + (4 if cast else c) * hidden + 4  # fp32 input, values before the weight, 1 / rms
@@ -296,7 +299,7 @@ def _sharded_peak(step: _Step, *, model: ModelConfig, placement: Placement, shar
     reshard_after_backward false: from the second micro batch on all that is gathered stays so.
     """
     c, counts, cut = step.compute_bytes, parameter_counts(model), fsdp_units(model, placement)
-    units = {unit.name: sum(math.prod(shape) for shape in unit.shapes) for unit in cut}
+    units = {unit.name: unit.parameters for unit in cut}
     kept = sum(units[unit.name] for unit in cut if not unit.resharded)
     root, whole = units.pop("", 0), c * counts["total"]
     largest = max(units.values())
@@ -332,9 +335,7 @@ def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, la
     the seven linear layers and of attention, c (2 Q + 2 K + 2 H + 2 I) + 4 A; again come the rest of `layer`, of which v, the attention's
     output, gate and up are among what was kept.
     """
-    c, count, hidden = compute_bytes, model.num_hidden_layers, model.hidden_size
-    head = model.head_dim or hidden // model.num_attention_heads
-    query, key = model.num_attention_heads * head, model.num_key_value_heads * head
+    c, count, hidden, query, key = compute_bytes, model.num_hidden_layers, model.hidden_size, model.query_width, model.key_width
     match kind:
         case "full":
             return count * layer_input, layer
@@ -360,7 +361,7 @@ def _flat_peak(step: _Step, *, model: ModelConfig, placement: Placement, last_la
     last_layer: bytes of the layers' activations that are gone when the last one's gradient is reduced.
     """
     c, shards = step.compute_bytes, placement.dp_shard_size
-    units = {unit.name: sum(math.prod(shape) for shape in unit.shapes) for unit in fsdp_units(model, placement)}
+    units = {unit.name: unit.parameters for unit in fsdp_units(model, placement)}
     root, layer = units.pop(""), max(units.values(), default=0)
     cast = 4 if c < 4 else 0
     held = 0 if shards == 1 and c == 4 else c
@@ -411,8 +412,7 @@ def step_communication(
     if not sharded:
         sizes = [4 * math.prod(shape) for shape in parameter_shapes(model).values()]
         add_traffic(sent, "all_reduce", everyone, Traffic(syncs * _buckets(sizes[::-1]), syncs * sum(sizes)))
-        head = model.head_dim or model.hidden_size // model.num_attention_heads
-        add_traffic(sent, "broadcast", everyone, Traffic(syncs, syncs * 2 * 4 * (head // 2)))  # inv_freq and original_inv_freq.
+        add_traffic(sent, "broadcast", everyone, Traffic(syncs, syncs * 2 * 4 * (model.head_width // 2)))  # inv_freq and original_inv_freq.
         return sent
 
     flat = placement.fsdp_version == 1

@@ -267,8 +267,7 @@ def training_flops_per_token(*, model: ModelConfig, sequence_length: int) -> int
     """
     counts = parameter_counts(model)
     multiplying = counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    return 6 * multiplying + 12 * model.num_hidden_layers * model.num_attention_heads * head_dim * sequence_length
+    return 6 * multiplying + 12 * model.num_hidden_layers * model.query_width * sequence_length
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, peak_tflops: float | None) -> float | None:

@@ -6,6 +6,7 @@ Layer 0: imports neither torch nor accelerate. tests/test_sharding.py holds the 
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -295,6 +296,7 @@ def launcher_yaml() -> Path | None:
     return _yaml_of_command(words, folder, os.environ)
 
 
+@functools.cache
 def _parent() -> tuple[list[str], Path]:
     """(command line, working folder) of the process that started this one."""
     import psutil
@@ -438,15 +440,14 @@ def check_launch(env: Mapping[str, str] | None = None) -> Placement:
     if "ACCELERATE_MIXED_PRECISION" not in env:  # Set by accelerate launch, whatever the YAML.
         fix = "nothing says how to shard; start with `accelerate launch --config_file accelerate_configs/fsdp.yaml ...`"
         raise UserError(f"{COMMAND_LINE}: not started by accelerate launch: {fix}")
-    words, folder = _parent()
-    path = _yaml_of_command(words, folder, os.environ)
+    path = launcher_yaml()
     checked = check_accelerate_yaml(path) if path is not None else {}
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and checked.get("distributed_type", "NO") != "NO":
         fix = f"starts one process without {checked['distributed_type']}; leave it out: without a GPU the CPU is used"
         raise UserError(f"{COMMAND_LINE}: --cpu: {fix}")
     if path is None:
         return placement_from_environment(env)
-    asked = _with_flags(checked, _flags(words) or {})
+    asked = _with_flags(checked, _flags(_parent()[0]) or {})
     placement = placement_from_environment(env)
     for field, value in vars(_placement(_environment(asked, processes=placement.num_processes), source=COMMAND_LINE)).items():
         if value != (made := getattr(placement, field)):
