@@ -40,7 +40,7 @@ from server import Server  # noqa: E402
 from fullshard.config import DataConfig  # noqa: E402
 from fullshard.data import Batches, train_batches  # noqa: E402
 from fullshard.sources import list_corpus, stdlib_files  # noqa: E402
-from fullshard.streams import encoder, pack  # noqa: E402
+from fullshard.streams import WHOLE, Tokenized, encoder, pack  # noqa: E402
 from fullshard.tokenizer import load_tokenizer  # noqa: E402
 
 TOKENIZER = load_tokenizer("bundled")
@@ -107,8 +107,8 @@ def tokenizing(folder: Path, texts: list[str], *, rounds: int) -> dict[str, Any]
     }
 
 
-def _placed(documents: list[np.ndarray]) -> Iterator[tuple[tuple[int, int, int, int], str, np.ndarray]]:
-    return (((0, 0, number, 0), "", tokens) for number, tokens in enumerate(documents))
+def _placed(documents: list[np.ndarray]) -> Iterator[Tokenized]:
+    return (((0, 0, number, 0), "", tokens, WHOLE) for number, tokens in enumerate(documents))
 
 
 def write_tokens(path: Path, documents: list[np.ndarray], *, gigabytes: float) -> int:

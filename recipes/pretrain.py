@@ -27,13 +27,12 @@ def main() -> None:
     from fullshard.accelerator import build_accelerator, on_main, prepare_model
     from fullshard.bad_steps import BadSteps
     from fullshard.checkpoint import find_checkpoint, load_checkpoint
-    from fullshard.data import evaluation_rows, train_batches
+    from fullshard.data import evaluation_rows, survey, train_batches
     from fullshard.document_mask import masked_document_end
     from fullshard.metrics import check_trackers
     from fullshard.model import build_on_meta, llama_config
     from fullshard.optim import build_optimizer, build_schedule
     from fullshard.run import finish, start
-    from fullshard.sources import list_corpus
     from fullshard.tokenizer import load_tokenizer
     from fullshard.train import train
 
@@ -50,7 +49,9 @@ def main() -> None:
     tokenizer = load_tokenizer(recipe.data.tokenizer)
     config = llama_config(recipe.model, tokenizer=tokenizer)
     # Once: thousands of ranks that list a repository are turned away.
-    corpus = on_main(accelerator, functools.partial(list_corpus, recipe.data, held_out=recipe.evaluation.max_rows > 0))
+    held_out_too = recipe.evaluation.max_rows > 0
+    look = functools.partial(survey, recipe.data, tokenizer=tokenizer, held_out=held_out_too, position=resume.position)
+    corpus = on_main(accelerator, look)
     ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     batches = train_batches(
         data=recipe.data,
@@ -75,7 +76,7 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "bad_steps": bad_steps}
     load_checkpoint(resume, recipe=recipe, accelerator=accelerator, **state)
 
-    run = start(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume)
+    run = start(recipe=recipe, placement=placement, accelerator=accelerator, model=model, resume=resume, batches=batches)
     values = train(
         recipe=recipe,
         placement=placement,

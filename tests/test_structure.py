@@ -20,6 +20,7 @@ LAYERS = [
         "sources",
         "readers",
         "streams",
+        "dealing",
         "data",
         "shards",
         "prepare",

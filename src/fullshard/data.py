@@ -16,7 +16,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,16 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fullshard.changes import covers
 from fullshard.config import DataConfig, SourcePlace, divisors
+from fullshard.dealing import deal, packed_pieces, stream_tokens, uneven_line, unpacked_pieces, weigh
 from fullshard.errors import UserError
 from fullshard.files import keep_json_lines
 from fullshard.preemption import leave_with_parent
-from fullshard.readers import Piece, Reading, Tally, documents, first_document, read_amplification
-from fullshard.sources import Corpus
+from fullshard.readers import Piece, Reading, Tally, documents, first_document, point, read_amplification
+from fullshard.sources import Corpus, list_corpus
 from fullshard.streams import (
     START,
     Position,
     Row,
-    deal,
     encoder,
     no_document,
     pack,
@@ -56,7 +56,7 @@ CHUNK_ROWS = 8  # Rows that a worker hands over at once.
 PREFETCHED_CHUNKS = 4  # Per worker.
 PROBED_BYTES = 2**16  # Of a source with less for each stream, each stream is looked into before the run.
 FILE_KEYS = [f"data.{key}" for key in (*(entry.name for entry in fields(SourcePlace)), "mixture", "evaluation_documents")]
-GOLDEN, SILVER = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC908  # 2**64 / the golden ratio; 2**64 * (sqrt(2) - 1).
+SILVER = 0x6A09E667F3BCC908  # 2**64 * (sqrt(2) - 1).
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,18 @@ class Batches:
             str(number): [_position(values) for values in position["streams"].get(str(number), [START] * len(plan.readings))]
             for number in plan.own
         }
+        self._dealt = {
+            str(stream): [packed_pieces(reading.source, dealt[stream]) for reading, dealt in zip(plan.readings, plan.dealt, strict=True)]
+            for stream in plan.own
+        }
+        read = position.get("read", {})
+        self._read = {number: list(read.get(number, [0] * len(plan.readings))) for number in self._streams}
+        """Rows that were taken of each stream's sources."""
         self._tally = Tally()
         self._rows = _in_order(plan, first=-(-(self._consumed - self._rank) // self._world_size), streams=self._streams, tally=self._tally)
         self._log_is_cut = False
         # Rows that are not given out yet, or why there are none. Not the exception: its traceback would keep all this alive, workers too.
-        self._held: list[Row] | str | None = self._read()
+        self._held: list[Row] | str | None = self._next_rows()
         if isinstance(self._held, str):
             raise UserError(self._held)
 
@@ -117,14 +124,16 @@ class Batches:
         return self
 
     def __next__(self) -> torch.Tensor:
-        rows, self._held = self._held if self._held is not None else self._read(), None
+        rows, self._held = self._held if self._held is not None else self._next_rows(), None
         if isinstance(rows, str):
             self._held = rows
             raise UserError(rows)
         first = self._consumed
         for place, row in enumerate(rows):
             number = self._number(place)
-            self._streams[str(number % self._plan.data.num_streams)][row.source] = row.position
+            stream = str(number % self._plan.data.num_streams)
+            self._streams[stream][row.source] = row.position
+            self._read[stream][row.source] += 1
             if self._log is not None:
                 if not self._log_is_cut:  # With the first row, when the run has begun: a mistake until then costs no log.
                     self._cut_log(self._log)
@@ -137,8 +146,21 @@ class Batches:
         return {
             "rows": self._consumed,
             "streams": {number: [list(position) for position in positions] for number, positions in self._streams.items()},
+            "dealt": self._dealt,
+            "read": {number: list(rows) for number, rows in self._read.items()},
             "order": self._order,
         }
+
+    def epochs(self) -> tuple[float, float]:
+        """(smallest, largest) number of passes that a stream of this rank has made over a source. Whole passes are counted; what is done of
+        the last one is estimated."""
+        row_tokens = self._plan.data.sequence_length + 1
+        passes = []
+        for number, positions in self._streams.items():
+            for dealt, rows, (epoch, *_) in zip(self._plan.dealt, self._read[number], positions, strict=True):
+                expected = rows * row_tokens / max(stream_tokens(dealt[int(number)]), 1.0)
+                passes.append(min(max(expected, epoch), epoch + 1))
+        return min(passes), max(passes)
 
     def counts(self) -> dict[str, int]:
         """Reads that were tried again and rows that were skipped so far, by this rank."""
@@ -156,7 +178,7 @@ class Batches:
         """Row of the run that is this rank's row `place` of the next step."""
         return self._consumed + (self._rank - self._consumed) % self._world_size + place * self._world_size
 
-    def _read(self) -> list[Row] | str:
+    def _next_rows(self) -> list[Row] | str:
         try:
             return list(itertools.islice(self._rows, self._rows_per_step))
         except UserError as error:
@@ -202,27 +224,42 @@ def train_batches(
     if global_batch_size % world_size:
         raise UserError(f"train.global_batch_size: {global_batch_size}: not a multiple of the number of processes, {world_size}")
     readings = [reading_of(source, data, tokenizer) for source in corpus.training]
+    order = _order(data, corpus=corpus, seed=seed, tokenizer=tokenizer)
+    changed: list[str] = []
+    if position is not None:
+        if changed := _changed_order(position["order"], order, allow_changes=allow_changes):
+            position = position | {"streams": {}, "dealt": {}, "read": {}}
+        elif len(position["streams"]) != count or any(len(places) != len(readings) for places in position["streams"].values()):
+            raise UserError(
+                f"checkpoint.resume: its data position has not all of {count} streams x {len(readings)} sources; take an older one"
+            )
+    from_start = position is None or not position["streams"]
+    if from_start:
+        corpus = weighed(corpus, data=data, tokenizer=tokenizer)
+        assert corpus.weights is not None
+        row_tokens = data.sequence_length + 1
+        dealt = [
+            deal(source, weights, count=count, seed=seed, row_tokens=row_tokens)
+            for source, weights in zip(corpus.training, corpus.weights, strict=True)
+        ]
+    else:
+        assert position is not None
+        packed = position["dealt"]
+        dealt = [
+            [unpacked_pieces(source, packed[str(stream)][number]) for stream in range(count)]
+            for number, source in enumerate(corpus.training)
+        ]
     plan = Plan(
         data=data,
         seed=seed,
         readings=readings,
-        dealt=[deal(source, count=count, seed=seed) for source in corpus.training],
+        dealt=dealt,
         weights=[source.weight for source in corpus.training],
         encode=encoder(tokenizer),
         end_of_text=int(tokenizer.eos_token_id),
         own=range(rank, count, world_size),
     )
-    order = _order(data, corpus=corpus, seed=seed, tokenizer=tokenizer)
-    changed: list[str] = []
-    if position is not None:
-        if changed := _changed_order(position["order"], order, allow_changes=allow_changes):
-            position = position | {"streams": {}}
-        elif len(position["streams"]) != count or any(len(places) != len(readings) for places in position["streams"].values()):
-            raise UserError(
-                f"checkpoint.resume: its data position has not all of {count} streams x {len(readings)} sources; take an older one"
-            )
     _allow_open_files()
-    from_start = position is None or not position["streams"]
     if from_start:
         _check_sources(plan)
     batches = Batches(
@@ -235,9 +272,14 @@ def train_batches(
     if changed:
         subject = f"{', '.join(changed)}: not what the checkpoint was made with, as allowed"
         batches.note("data position", f"{subject}; the data begin anew after {batches.position()['rows']:,} rows")
-    for source, reading, dealt in zip(corpus.training, readings, plan.dealt, strict=True):
+    if from_start and rank == 0:  # The same on all of them.
+        assert corpus.weights is not None
+        for source, weights, dealt_source in zip(corpus.training, corpus.weights, plan.dealt, strict=True):
+            if line := uneven_line(source, weights, dealt_source, seed=seed, row_tokens=data.sequence_length + 1, world_size=world_size):
+                batches.note(f"{source.name}: shares", line)
+    for source, reading, dealt_source in zip(corpus.training, readings, plan.dealt, strict=True):
         if len(source.files) < count and from_start:  # It opens files that a run which goes on may not need for long.
-            pieces = [piece for number in plan.own for piece in dealt[number]]
+            pieces = [piece for number in plan.own for piece in dealt_source[number]]
             if (times := read_amplification(pieces, reading)) > 1.05:
                 line = f"{len(source.files)} files for {count} streams: what is read is decoded {times:.1f} times"
                 batches.note(
@@ -246,12 +288,34 @@ def train_batches(
     return batches
 
 
+def survey(data: DataConfig, *, tokenizer: PreTrainedTokenizerFast, held_out: bool, position: dict[str, Any] | None) -> Corpus:
+    """What the recipe reads, and where its tokens are: all that `train_batches` asks of files. For the main process, which hands it on.
+
+    position: of a run that goes on; it knows how its files were dealt, and nothing is weighed.
+    """
+    corpus = list_corpus(data, held_out=held_out)
+    return corpus if position is not None else weighed(corpus, data=data, tokenizer=tokenizer)
+
+
+def weighed(corpus: Corpus, *, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> Corpus:
+    """The corpus with the weights of its training sources. Reads a sample of each, all of a small one, unless that was done."""
+    if corpus.weights is not None:
+        return corpus
+    encode, end = encoder(tokenizer), int(tokenizer.eos_token_id)
+    readings = [reading_of(source, data, tokenizer) for source in corpus.training]
+    return replace(corpus, weights=tuple(weigh(reading.source, reading, encode, end, streams=data.num_streams) for reading in readings))
+
+
 def merge_positions(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The position of the run from the parts of all its ranks."""
     if len({part["rows"] for part in parts}) != 1:
         raise RuntimeError(f"ranks are at different rows: {[part['rows'] for part in parts]}")
-    streams = {number: positions for part in parts for number, positions in part["streams"].items()}
-    return {"rows": parts[0]["rows"], "streams": dict(sorted(streams.items(), key=lambda item: int(item[0]))), "order": parts[0]["order"]}
+
+    def by_stream(key: str) -> dict[str, Any]:
+        values = {number: value for part in parts for number, value in part[key].items()}
+        return dict(sorted(values.items(), key=lambda item: int(item[0])))
+
+    return {"rows": parts[0]["rows"], **{key: by_stream(key) for key in ("streams", "dealt", "read")}, "order": parts[0]["order"]}
 
 
 def evaluation_rows(
@@ -427,8 +491,8 @@ def _stream_rows(plan: Plan, stream: int, *, first: int, positions: dict[str, li
     bounds = list(itertools.accumulate(plan.weights))
     for number in itertools.count(first):
         # Multiples of an irrational number fill the unit interval evenly: one for a stream's rows, another for the streams of a batch.
-        point = (number * GOLDEN + stream * SILVER) % 2**64 / 2**64 * bounds[-1]
-        yield next(sources[next(source for source, bound in enumerate(bounds) if point < bound or source == len(bounds) - 1)])
+        place = point(number, stream * SILVER) * bounds[-1]
+        yield next(sources[next(source for source, bound in enumerate(bounds) if place < bound or source == len(bounds) - 1)])
 
 
 def _source_rows(plan: Plan, stream: int, source: int, *, position: Position, tally: Tally) -> Iterator[Row]:
@@ -467,6 +531,7 @@ def _order(data: DataConfig, *, corpus: Corpus, seed: int, tokenizer: PreTrained
         "files": f"{len(sizes)} files, {sum(sizes)} bytes, {hashlib.blake2b(json.dumps(files).encode(), digest_size=8).hexdigest()}",
         "tokenizer": tokenizer_hash(tokenizer),
         **{key: getattr(data, key) for key in keys},
+        "dealing": "equal tokens",
     }
 
 
@@ -475,11 +540,13 @@ def _changed_order(saved: dict[str, Any], now: dict[str, Any], *, allow_changes:
     changed = []
     for key, value in now.items():
         if saved.get(key) != value:
-            place = {"seed": "seed", "files": "the files of data (names, sizes, columns, weights)"}.get(key, f"data.{key}")
-            keys = {"seed": ["seed"], "files": FILE_KEYS}.get(key, [f"data.{key}"])
+            names = {"files": "the files of data (names, sizes, columns, weights)", "dealing": "how files are dealt to streams"}
+            place = ({"seed": "seed"} | names).get(key, f"data.{key}")
+            keys = {"seed": ["seed"], "files": FILE_KEYS, "dealing": ["data.num_streams"]}.get(key, [f"data.{key}"])
             if not any(covers(allow_changes, name) for name in keys):
                 fix = f"begin the data anew with checkpoint.allow_changes: [{keys[0]}]"
-                line = f"the checkpoint was made with {saved.get(key)}, its data position has no meaning here; {fix}"
+                before = saved.get(key, "equal stored bytes" if key == "dealing" else None)
+                line = f"the checkpoint was made with {before}, its data position has no meaning here; {fix}"
                 raise UserError(f"{place}: {value}: {line}")
             changed.append(place)
     return changed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fullshard.config import Recipe
-from fullshard.data import train_batches
+from fullshard.data import train_batches, weighed
+from fullshard.dealing import Weights, deal, file_shares, missed
 from fullshard.prepare import Sample, take_sample
 from fullshard.readers import Piece, Reading, read_amplification, row_count
 from fullshard.sources import Corpus, Source, file_format, list_corpus
-from fullshard.streams import deal, encoder, reading_of
+from fullshard.streams import encoder, reading_of
 from fullshard.terminal import Terminal, printable
 from fullshard.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 COUNTED_FILES = 16  # Of so many files each footer is read for the number of rows.
+SHOWN_FILES = 20
 AMPLIFIED_PIECES = 16  # So many streams' pieces stand for all.
 END = "⏎"  # Where a document ends.
 CUT = "…"  # Where a row begins or ends within one.
@@ -44,7 +46,7 @@ class Size:
 
 
 def describe(recipe: Recipe, *, rows: int, terminal: Terminal) -> None:
-    """Prints the sources, how they are dealt to streams, how often the run reads them, and its first `rows` packed rows."""
+    """Prints the sources, how they are dealt to streams, how often the run reads each file, and its first `rows` packed rows."""
     data, train = recipe.data, recipe.train
     corpus = list_corpus(data, held_out=recipe.evaluation.max_rows > 0)
     tokenizer = load_tokenizer(data.tokenizer)
@@ -58,23 +60,30 @@ def describe(recipe: Recipe, *, rows: int, terminal: Terminal) -> None:
             ("training", f"{run_rows * data.sequence_length:,} tokens = {product}"),
         ],
     )
-    weights = sum(source.weight for source in corpus.training)
-    for source in corpus.training:
+    corpus = weighed(corpus, data=data, tokenizer=tokenizer)
+    assert corpus.weights is not None
+    sum_of_weights = sum(source.weight for source in corpus.training)
+    for source, weights in zip(corpus.training, corpus.weights, strict=True):
         reading = reading_of(source, data, tokenizer)
         sample = take_sample(source, reading, encode, int(tokenizer.eos_token_id))
-        size = _size(source, reading, sample)
+        size = replace(_size(source, reading, sample), tokens=weights.tokens)
+        if weights.counted:
+            size = replace(size, documents=weights.documents, exact=True)
         # A row takes sequence_length + 1 tokens from its source: rows do not overlap.
-        wanted = run_rows * (data.sequence_length + 1) * source.weight / weights
-        epochs = f"~{wanted / size.tokens:,.2f} in this run" if size.tokens else "?"
+        wanted = run_rows * (data.sequence_length + 1) * source.weight / sum_of_weights
+        dealt = deal(source, weights, count=data.num_streams, seed=recipe.seed, row_tokens=data.sequence_length + 1)
+        uneven = missed(weights, dealt, row_tokens=data.sequence_length + 1)
         terminal.table(
             source.name,
             [
                 *_source_lines(source, sample, size),
-                ("weight", f"{source.weight:g} of {weights:g}"),
-                ("streams", _dealing(source, reading, size, count=data.num_streams, seed=recipe.seed)),
-                ("epochs", epochs),
+                ("weight", f"{source.weight:g} of {sum_of_weights:g}"),
+                ("streams", _dealing(source, reading, size, dealt)),
+                ("epochs", f"~{wanted / weights.tokens:,.2f} in this run"),
+                ("in one pass", f"about {uneven:.1%} of the tokens are read twice, and as many not at all"),
             ],
         )
+        terminal.table(f"files of {source.name}", _file_lines(source, weights, dealt, wanted=wanted))
     for source in corpus.held_out:
         reading = reading_of(source, data, tokenizer)
         sample = take_sample(source, reading, encode, int(tokenizer.eos_token_id))
@@ -124,9 +133,28 @@ def _source_lines(source: Source, sample: Sample, size: Size) -> list[tuple[str,
     ]
 
 
-def _dealing(source: Source, reading: Reading, size: Size, *, count: int, seed: int) -> str:
+def _file_lines(source: Source, weights: Weights, dealt: Sequence[Sequence[Piece]], *, wanted: float) -> list[tuple[str, str]]:
+    """Of each file its text, its share of the source's tokens and of those that are read, and how often the run reads it."""
+    read = dict(file_shares(source, dealt))
+    lines = []
+    for file, tokens in list(zip(source.files, weights.files, strict=True))[:SHOWN_FILES]:
+        own = float(tokens.tokens.sum())
+        unit = "token ids" if source.tokens_column else "MB of text"
+        text = f"{tokens.text_bytes:,.0f} {unit}" if source.tokens_column else f"{tokens.text_bytes / 1e6:,.3f} {unit}"
+        shares = f"{own / weights.tokens:.2%} of the tokens, {read[file]:.2%} of those that are read"
+        lines.append((file.name, f"~{text}, {shares}, ~{read[file] * wanted / own:,.2f} passes"))
+    if (more := len(source.files) - SHOWN_FILES) > 0:
+        passes = [
+            read[file] * wanted / float(tokens.tokens.sum())
+            for file, tokens in list(zip(source.files, weights.files, strict=True))[SHOWN_FILES:]
+        ]
+        lines.append((f"{more:,} more", f"~{min(passes):,.2f} to {max(passes):,.2f} passes"))
+    return lines
+
+
+def _dealing(source: Source, reading: Reading, size: Size, dealt: Sequence[Sequence[Piece]]) -> str:
     """How the files become streams, in one line."""
-    dealt = deal(source, count=count, seed=seed)
+    count = len(dealt)
     pieces = [len(stream) for stream in dealt]
     files = f"{min(pieces)}" if min(pieces) == max(pieces) else f"{min(pieces)} to {max(pieces)}"
     documents = "?" if size.documents is None else f"~{size.documents / count:,.1f}"

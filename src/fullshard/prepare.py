@@ -128,7 +128,7 @@ def take_sample(source: Source, reading: Reading, encode: Callable[[list[str]], 
                 exhausted = after is None
                 break
         number += len(held)
-        tokens += sum(len(ids) for _, _, ids in tokenized([unplaced(held)], encode=encode, end_of_text=end_of_text))
+        tokens += sum(len(ids) for _, _, ids, _ in tokenized([unplaced(held)], encode=encode, end_of_text=end_of_text))
         text_bytes += sum(len(value.encode()) for value in held if isinstance(value, str))
         match file_format(source.builder, file.url):
             case "parquet" | "arrow":

@@ -19,9 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fullshard.errors import UserError, first_line
 from fullshard.hub import is_transient, open_options, reason, retrying
-from fullshard.sources import COMPRESSED, File, Source, file_format
+from fullshard.sources import COMPRESSED, File, Source, enterable, file_format
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,21 +31,62 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 64  # Documents decoded together. More would be read in vain where a run goes on in the middle.
 BATCH_BYTES = 2**18
+COMPRESSED_SAMPLE_BYTES = 2**23
 BUFFERED_BYTES = 2**22  # Of a column of a row group, read at once.
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples, modulo 2**64, fill the unit interval evenly.
 TOKENIZER_KEY = b"fullshard.tokenizer"  # Of the parquet files' metadata: hash of the tokenizer that made the tokens.
 
 
 @dataclass(frozen=True)
+class Extent:
+    """The documents of a piece whose ends lie at documents, or within them."""
+
+    first: int
+    """Cursor of the first document."""
+    last: int | None
+    """Cursor of the last one; None: all that follow, to the end of the file."""
+    first_from: float = 0.0
+    """The share of the first document's tokens that is not this piece's."""
+    last_to: float = 1.0
+    """The share of the last document's tokens with which the piece ends."""
+
+
+@dataclass(frozen=True)
 class Piece:
-    """What one logical stream reads of a file: its documents from byte `begin` to `end` of it, or every so-manieth document."""
+    """What one logical stream reads of a file."""
 
     file: File
     begin: int
     """Byte of the file as stored. Rows are cut in the same ratio."""
     end: int
-    part: int = 0
-    """Only documents whose number % parts is this."""
-    parts: int = 1
+    drawn: tuple[float, float] = (0.0, 1.0)
+    """Only documents whose `point` lies in this part of the unit interval."""
+    extent: Extent | None = None
+    """Only these documents, whatever `begin` and `end` say."""
+    tokens: float = 0.0
+    """About so many; 0: not estimated."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the piece is every so-manieth document of the file, which is read from its beginning."""
+        return self.drawn != (0.0, 1.0)
+
+    def draws(self, number: int) -> bool:
+        """Whether document number `number` of the file is in the part that is drawn."""
+        low, high = self.drawn
+        return low <= point(number) < high
+
+    def share_of(self, cursor: int) -> tuple[float, float]:
+        """(from, to) in shares of its tokens: what the piece has of the document at `cursor`."""
+        if self.extent is None:
+            return 0.0, 1.0
+        begin = self.extent.first_from if cursor == self.extent.first else 0.0
+        return begin, self.extent.last_to if cursor == self.extent.last else 1.0
+
+
+def point(number: int, offset: int = 0) -> float:
+    """Of the unit interval, [0, 1), which the points of consecutive numbers fill evenly."""
+    return (number * GOLDEN + offset) % 2**64 / 2**64
 
 
 @dataclass(frozen=True)
@@ -171,10 +214,12 @@ def read_amplification(pieces: Sequence[Piece], reading: Reading) -> float:
 
     decoded = own = 0.0
     for piece in pieces:
-        share = (piece.end - piece.begin) / piece.parts
+        share = (piece.end - piece.begin) * (piece.drawn[1] - piece.drawn[0])
         own += share
-        if piece.parts > 1:
+        if piece.is_drawn:
             decoded += piece.end - piece.begin
+        elif piece.extent and not enterable(reading.source.builder, piece.file.url):
+            decoded += piece.end  # From the beginning.
         elif file_format(reading.source.builder, piece.file.url) == "parquet":
             try:
                 groups = retrying(reading.max_retries)(row_groups, piece.file)
@@ -198,6 +243,108 @@ def row_count(file: File, reading: Reading) -> int | None:
         case "arrow":
             return int(_arrow_table(file, reading).num_rows)
     return None
+
+
+LINE_SEGMENTS = 4  # Of a file of JSON lines, each of which is sampled on its own.
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a file tells of where its column's bytes are, without reading them."""
+
+    sizes: np.ndarray
+    """float64 [segments]: bytes of the column, of lines, or tokens."""
+    edges: np.ndarray | None
+    """int64 [segments + 1]: the byte as stored at which each begins, and the end. None: it can be entered at its beginning alone."""
+    rows: int | None
+    """Where a footer tells."""
+    exact_tokens: bool
+    """Whether `sizes` are tokens."""
+
+
+def shape_of(file: File, reading: Reading) -> Shape:
+    """Of a file that is still to be read: from its footer, its size, or the size that the compressed file tells.
+
+    A file in which that cannot be found is as large as it is stored: reading it will tell what is wrong. Raises UserError where the file
+    cannot be reached.
+    """
+    kind = file_format(reading.source.builder, file.url)
+    plain = Shape(
+        np.array([float(file.size)]), np.array([0, file.size]) if enterable(reading.source.builder, file.url) else None, None, False
+    )
+    shapes = {"parquet": _parquet_shape, "arrow": _arrow_shape, "lines": _lines_shape, "compressed lines": _compressed_shape}
+    if kind not in shapes:
+        return plain
+    try:
+        return retrying(reading.max_retries)(shapes[kind], file, reading)
+    except UserError:
+        raise
+    except Exception as error:
+        if is_transient(error):
+            raise UserError(f"{file.url}: lost after {reading.max_retries} retries: {reason(error)}") from error
+        return plain
+
+
+def _parquet_shape(file: File, reading: Reading) -> Shape:
+    with _opened(file, reading, **({"cache_type": "none"} if "://" in file.url else {})) as opened:
+        parquet = _parquet_file(opened)
+        metadata, column = parquet.metadata, reading.source.column
+        groups = _row_groups(parquet)
+    sizes = []
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        leaves = [group.column(index) for index in range(group.num_columns)]
+        own = [leaf for leaf in leaves if leaf.path_in_schema == column]
+        own = own or [leaf for leaf in leaves if leaf.path_in_schema.startswith(f"{column}.")]
+        # Of a list each value is counted; of texts the bytes, as they are before they are compressed.
+        sizes.append(sum(leaf.num_values if reading.source.tokens_column else leaf.total_uncompressed_size for leaf in own))
+    return _rows_shape(file, groups, sizes, exact_tokens=bool(reading.source.tokens_column))
+
+
+def _arrow_shape(file: File, reading: Reading) -> Shape:
+    chunks = _arrow_table(file, reading).column(reading.source.column).chunks
+    groups = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
+    exact = bool(reading.source.tokens_column)
+    return _rows_shape(file, groups, [len(chunk.flatten()) if exact else chunk.nbytes for chunk in chunks], exact_tokens=exact)
+
+
+def _rows_shape(file: File, groups: list[int], sizes: Sequence[int], *, exact_tokens: bool) -> Shape:
+    """groups: first row of each segment, and the number of rows. The rows that are held out are not this source's."""
+    rows = groups[-1]
+    if not rows:
+        return Shape(np.zeros(1), np.array([0, file.size]), 0, exact_tokens)
+    kept = [
+        (max(low, file.skip), high, size * (high - max(low, file.skip)) / (high - low))
+        for (low, high), size in zip(itertools.pairwise(groups), sizes, strict=True)
+        if high > max(low, file.skip)
+    ]
+    edges = [low * file.size // rows for low, _, _ in kept] + [file.size]
+    return Shape(np.array([size for *_, size in kept], dtype=np.float64), np.array(edges), rows - file.skip, exact_tokens)
+
+
+def _lines_shape(file: File, reading: Reading) -> Shape:
+    head = 0
+    if file.skip:
+        with _opened(file, reading) as raw, _decompressed(raw, file.url) as opened:
+            head = _size_of_head(opened, file)
+    edges = np.array([max(head, file.size * segment // LINE_SEGMENTS) for segment in range(LINE_SEGMENTS + 1)])
+    return Shape(np.diff(edges).astype(np.float64), edges, None, False)
+
+
+def _compressed_shape(file: File, reading: Reading) -> Shape:
+    """From how far its first megabytes are compressed, and what gzip's trailer tells where that fits."""
+    with _opened(file, reading) as raw:
+        with _decompressed(raw, file.url) as opened:
+            size = len(opened.read(COMPRESSED_SAMPLE_BYTES))
+            stored = min(raw.tell(), file.size)
+        told = None
+        if file.url.lower().endswith(".gz"):
+            with _opened(file, reading) as again:
+                again.seek(file.size - 4)
+                told = int.from_bytes(again.read(4), "little")
+    expected = size if stored >= file.size else size * file.size / max(stored, 1)
+    # The trailer is that of the last member, modulo 2**32.
+    return Shape(np.array([float(told) if told and 0.5 < told / max(expected, 1) < 2 else float(expected)]), None, None, False)
 
 
 def _open(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry]]:
@@ -300,7 +447,10 @@ def _row_range(piece: Piece, rows: int) -> tuple[int, int]:
     size, file = max(piece.file.size, 1), piece.file
     if (asked := max(file.take or 0, file.skip)) > rows:
         raise UserError(_too_few(asked, file, rows))
-    first, last = (-(-rows * byte // size) for byte in (piece.begin, piece.end))
+    if (extent := piece.extent) is not None:
+        first, last = extent.first, rows if extent.last is None else min(rows, extent.last + 1)
+    else:
+        first, last = (-(-rows * byte // size) for byte in (piece.begin, piece.end))
     return max(first, file.skip), last if file.take is None else min(last, file.take)
 
 
@@ -368,8 +518,6 @@ def _token_arrays(column: pa.Array, vocab_size: int) -> list[Any]:
 
 
 def _tokens_or_bad(value: Any, vocab_size: int) -> Any:
-    import numpy as np
-
     if not isinstance(value, list) or any(type(token) is not int for token in value):
         return Bad(f"{type(value).__name__}, not a list of token ids")
     wrong = next((token for token in value if not 0 <= token < vocab_size), None)
@@ -407,17 +555,22 @@ def _batches(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
 def _lines(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
     """JSON lines: those that begin in the piece. Compressed: from the beginning, up to the cursor in vain."""
     compressed = file_format(reading.source.builder, piece.file.url) != "lines"
-    listed = piece.file
+    listed, extent = piece.file, piece.extent
     with _opened(listed, reading) as raw, _decompressed(raw, listed.url) as file:
         number, offset, end = 0, 0, None if compressed else piece.end
-        counted = piece.parts > 1 or listed.take is not None  # Then lines are counted from the beginning.
-        if cursor and not counted:
-            file.seek(cursor)
-            offset = cursor
-        elif not compressed and not counted:
-            head = _size_of_head(file, listed)
-            number, offset = listed.skip, _seek_line(file, max(piece.begin, head), at_line=head >= piece.begin)
-        while number != listed.take and (end is None or offset < end):
+        first, last = (0, None) if extent is None else (extent.first, extent.last)
+        if extent is not None and not compressed:
+            end = listed.size if last is None else last + 1
+        counted = piece.is_drawn or listed.take is not None  # Then lines are counted from the beginning.
+        if not compressed and not counted:
+            if cursor or first:
+                offset = max(cursor, first)
+                file.seek(offset)
+                number = listed.skip
+            else:
+                head = _size_of_head(file, listed)
+                number, offset = listed.skip, _seek_line(file, max(piece.begin, head), at_line=head >= piece.begin)
+        while number != listed.take and (end is None or offset < end) and (last is None or offset <= last):
             line = file.readline()
             if end is not None and not line.endswith(b"\n") and offset + len(line) < listed.size:
                 raise ConnectionError(f"{offset + len(line)} of {listed.size} bytes")  # An answer that was short and did not say so.
@@ -427,9 +580,10 @@ def _lines(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
             if not line.strip():
                 continue
             this, number = number, number + 1
-            if start < cursor or (not cursor and this < listed.skip) or (piece.parts > 1 and this % piece.parts != piece.part):
+            if start < max(cursor, first) or (not cursor and this < listed.skip) or not piece.draws(this):
                 continue
-            yield start, None if end is not None and offset >= end else offset, _from_json(line, reading)
+            ends = (end is not None and offset >= end) or (last is not None and offset > last)
+            yield start, None if ends else offset, _from_json(line, reading)
         if listed.take is not None and number < listed.take:
             raise UserError(_too_few(listed.take, listed, number))
 
@@ -520,18 +674,20 @@ def _other(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
     with _opened(file, reading):
         pass  # It is what was listed.
     rows: Any = datasets.load_dataset(source.builder, data_files=[url], split="train", streaming=True, **source.options)
-    start = max(cursor, file.skip)
+    extent = piece.extent or Extent(0, None)
+    start = max(cursor, file.skip, extent.first)
     if start:
         rows = rows.skip(start)
     # Not iter(rows): in a loader worker that leaves rows to the other workers, which do not read this file.
     numbered: Iterator[tuple[int, Any]] = enumerate(rows.iter(1), start)
-    if file.take is not None:
-        numbered = itertools.islice(numbered, max(0, file.take - start))
+    stop = extent.last + 1 if extent.last is not None else file.take
+    if stop is not None:
+        numbered = itertools.islice(numbered, max(0, stop - start))
     seen = start
     for number, row in numbered:
         seen = number + 1
-        if number % piece.parts == piece.part:
-            yield number, number + 1, _from_row({name: values[0] for name, values in row.items()}, source, reading)
+        if piece.draws(number):
+            yield number, None if seen == stop else seen, _from_row({name: values[0] for name, values in row.items()}, source, reading)
     if file.take is not None and seen < file.take:
         raise UserError(_too_few(file.take, file, seen))
     if file.skip and not cursor and seen == start:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from accelerate import Accelerator
@@ -29,6 +29,9 @@ from fullshard.model import canonical_parameters, sharded_fraction, weights_hash
 from fullshard.sharding import Placement
 from fullshard.terminal import Terminal, duration
 
+if TYPE_CHECKING:
+    from fullshard.data import Batches
+
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "wandb")
 
 
@@ -44,9 +47,13 @@ class Run:
     """time.perf_counter() at the first step."""
     resumed_step: int = 0
     """Steps that were done before it."""
+    noted: frozenset[str] = frozenset()
+    """Subjects of what was said of the data before the first step."""
 
 
-def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module, resume: Resume) -> Run:
+def start(
+    *, recipe: Recipe, placement: Placement, accelerator: Accelerator, model: nn.Module, resume: Resume, batches: Batches | None = None
+) -> Run:
     """Check what was prepared against what was asked, open the run folder and the trackers, print what is derived. Collective.
 
     Call it when the checkpoint is loaded: until then the folder is as it was.
@@ -59,7 +66,8 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
     if kept := on_main(accelerator, lambda: _open_run_folder(output_dir, config=config, resume=resume)):
         terminal.say(f"files of the earlier run in {output_dir} are now in {kept}")
     terminal.table("fullshard pretrain", _start_table(recipe=recipe, placement=placement, config=config, memory=memory, resume=resume))
-    for line in resume.notes:
+    notes = batches.notes() if batches is not None and accelerator.is_main_process else {}
+    for line in [*resume.notes, *notes.values()]:
         terminal.say(line)
     log = open_log(
         accelerator=accelerator,
@@ -70,7 +78,14 @@ def start(*, recipe: Recipe, placement: Placement, accelerator: Accelerator, mod
         wandb_id=resume.wandb_id,
         say=terminal.say,
     )
-    return Run(terminal=terminal, log=log, predicted_peak_bytes=memory["peak"], started=time.perf_counter(), resumed_step=resume.step)
+    return Run(
+        terminal=terminal,
+        log=log,
+        predicted_peak_bytes=memory["peak"],
+        started=time.perf_counter(),
+        resumed_step=resume.step,
+        noted=frozenset(notes),
+    )
 
 
 def finish(

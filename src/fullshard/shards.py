@@ -159,7 +159,7 @@ def _unit_tokens(unit: Unit, tally: Tally) -> Iterator[np.ndarray]:
         yield unplaced(held)
 
     told = 0
-    for _, _, ids in tokenized(windows(), encode=_in_worker["encode"], end_of_text=end):
+    for _, _, ids, _ in tokenized(windows(), encode=_in_worker["encode"], end_of_text=end):
         yield ids
         told += len(ids)
         if told >= ROW_GROUP_TOKENS // 4:

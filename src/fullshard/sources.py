@@ -13,11 +13,14 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fullshard.config import DataConfig, SourceConfig, sources_of
 from fullshard.errors import UserError, one_line
 from fullshard.hub import ask_hub, is_transient, open_options, reason, retrying
+
+if TYPE_CHECKING:
+    from fullshard.dealing import Weights
 
 FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")  # Builders of `datasets` that read files.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -80,6 +83,8 @@ class Corpus:
 
     training: tuple[Source, ...]
     held_out: tuple[Source, ...]
+    weights: tuple[Weights, ...] | None = None
+    """Where the tokens of each training source are; None: not weighed."""
 
 
 def file_format(builder: str, url: str) -> str:

@@ -8,7 +8,6 @@ the window begins, the place in the window's order, and the token within the doc
 from __future__ import annotations
 
 import copy
-import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from fullshard.config import DataConfig
 from fullshard.errors import UserError
 from fullshard.readers import Piece, Reading, Tally
 from fullshard.readers import documents as read_documents
-from fullshard.sources import File, Source, enterable
+from fullshard.sources import File, Source
 from fullshard.tokenizer import end_every_document, tokenizer_hash, vocabulary_size
 
 if TYPE_CHECKING:
@@ -74,74 +73,19 @@ def reading_of(source: Source, data: DataConfig, tokenizer: PreTrainedTokenizerF
     )
 
 
-def deal(source: Source, *, count: int, seed: int) -> list[list[Piece]]:
-    """The pieces of each of `count` streams: all documents of the source, each once.
-
-    Files that can be entered anywhere are cut into streams of equal bytes; the others are dealt whole, and where there are fewer than
-    streams, several streams read one file and take every so-manieth document.
-    """
-    files = source.files
-    if source.splittable:
-        return _cut([files[index] for index in shuffled(range(len(files)), seed)], count)
-    if len(files) >= count:
-        return _deal_whole(files, count=count, seed=seed)
-    if source.builder == "text":
-        fix = f"set it to at most {len(files)}"
-        raise UserError(f"data.num_streams: {count}: {source.name} has only {len(files)} files, each one document of one stream; {fix}")
-    readers = [1] * len(files)
-    for _ in range(count - len(files)):
-        readers[max(range(len(files)), key=lambda index: files[index].size / readers[index])] += 1
-    return [[_share(source, file, part, parts)] for file, parts in zip(files, readers, strict=True) for part in range(parts)]
-
-
-def _share(source: Source, file: File, part: int, parts: int) -> Piece:
-    if enterable(source.builder, file.url):
-        return Piece(file, file.size * part // parts, file.size * (part + 1) // parts)
-    return Piece(file, 0, file.size, part, parts)
-
-
-def _cut(files: Sequence[File], count: int) -> list[list[Piece]]:
-    """The files laid end to end, cut into `count` parts of equal bytes."""
-    total = sum(file.size for file in files)
-    dealt: list[list[Piece]] = []
-    starts = list(itertools.accumulate((file.size for file in files), initial=0))
-    first = 0
-    for number in range(count):
-        low, high = total * number // count, total * (number + 1) // count
-        pieces = []
-        for index in range(first, len(files)):
-            begin, end = max(low, starts[index]), min(high, starts[index + 1])
-            if begin < end:
-                pieces.append(Piece(files[index], begin - starts[index], end - starts[index]))
-            if starts[index + 1] >= high:
-                first = index
-                break
-        dealt.append(pieces)
-    return dealt
-
-
-def _deal_whole(files: Sequence[File], *, count: int, seed: int) -> list[list[Piece]]:
-    # Large files first, by powers of two, each to the stream that has least: streams then end their epochs nearly together.
-    order = sorted(shuffled(range(len(files)), seed), key=lambda index: -files[index].size.bit_length())
-    dealt: list[list[Piece]] = [[] for _ in range(count)]
-    filled = [(0, number) for number in range(count)]
-    for index in order:
-        size, lightest = filled[0]
-        dealt[lightest].append(whole(files[index]))
-        heapq.heapreplace(filled, (size + files[index].size + 1, lightest))
-    return dealt
-
-
 def whole(file: File) -> Piece:
     return Piece(file, 0, file.size)
 
 
 Where = tuple[int, int, int, int]
 """A Position without its token: a document's."""
-Found = tuple[Where, str, Any]
-"""(place, name of the document, text or token ids)"""
-Tokenized = tuple[Where, str, np.ndarray]
-"""(place, name of the document, token ids)"""
+Share = tuple[float, float]
+"""(from, to) in shares of a document's tokens: what the stream has of it."""
+WHOLE: Share = (0.0, 1.0)
+Found = tuple[Where, str, Any, Share]
+"""(place, name of the document, text or token ids, share)"""
+Tokenized = tuple[Where, str, np.ndarray, Share]
+"""(place, name of the document, token ids of all of it, share)"""
 
 
 def no_document(name: str, pieces: int) -> str:
@@ -150,7 +94,7 @@ def no_document(name: str, pieces: int) -> str:
 
 def unplaced(values: Sequence[Any]) -> list[Found]:
     """A window of documents to which no run goes back."""
-    return [((0, 0, 0, 0), "", value) for value in values]
+    return [((0, 0, 0, 0), "", value, WHOLE) for value in values]
 
 
 def windows_of(
@@ -165,8 +109,8 @@ def windows_of(
         while held := list(itertools.islice(read, window)):
             empty = False
             mixed = shuffled(held, *key, epoch, place, cursor) if window > 1 else held
-            yield [((epoch, place, cursor, index + n), name, value) for n, (_, name, _, value) in enumerate(mixed[index:])]
-            last, _, after, _ = held[-1]
+            yield [((epoch, place, cursor, index + n), name, value, share) for n, (_, name, _, value, share) in enumerate(mixed[index:])]
+            last, _, after, _, _ = held[-1]
             place, cursor = (last + 1, 0) if after is None else (last, after)
             index = 0
         if empty:  # Without this an empty stream would be read for ever.
@@ -176,12 +120,12 @@ def windows_of(
 
 def _epoch_documents(
     pieces: Sequence[Piece], place: int, cursor: int, reading: Reading, tally: Tally
-) -> Iterator[tuple[int, str, int | None, Any]]:
-    """(place of the piece, name of the document, cursor after it, value) of the pieces from `place` on."""
+) -> Iterator[tuple[int, str, int | None, Any, Share]]:
+    """(place of the piece, name of the document, cursor after it, value, share) of the pieces from `place` on."""
     for number in range(place, len(pieces)):
-        name = pieces[number].file.name
-        for document, after, value in read_documents(pieces[number], cursor, reading, tally):
-            yield number, f"{name}:{document}", after, value
+        piece = pieces[number]
+        for document, after, value in read_documents(piece, cursor, reading, tally):
+            yield number, f"{piece.file.name}:{document}", after, value, piece.share_of(document)
         cursor = 0
 
 
@@ -190,10 +134,10 @@ def tokenized(windows: Iterable[list[Found]], *, encode: Callable[[list[str]], l
     for window in windows:
         for held in _calls(window):
             if isinstance(held[0][2], str):
-                tokens = encode([value for _, _, value in held])
+                tokens = encode([value for _, _, value, _ in held])
             else:
-                tokens = [end_every_document(value, end_of_text) for _, _, value in held]
-            yield from ((where, name, ids) for (where, name, _), ids in zip(held, tokens, strict=True))
+                tokens = [end_every_document(value, end_of_text) for _, _, value, _ in held]
+            yield from ((where, name, ids, share) for (where, name, _, share), ids in zip(held, tokens, strict=True))
 
 
 def _calls(window: list[Found]) -> Iterator[list[Found]]:
@@ -235,27 +179,34 @@ def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[np
 def pack(documents: Iterable[Tokenized], *, length: int, source: int, token: int, carry: bool, spans: bool) -> Iterator[Row]:
     """Lays the documents end to end, from token number `token` of the first, and cuts them into rows of `length`.
 
-    What remains when they end is left out; what remains when an epoch ends too unless it is carried over.
+    What remains when they end is left out; what remains when an epoch ends too unless it is carried over. Where a stream has a document's
+    beginning alone, its row is filled up with what follows there: no end-of-text stands at that cut, so no other document may.
     """
     row, filled, begins_in = np.empty(length, dtype=np.int32), 0, -1
     parts: list[Span] = []
-    rows_of_epoch = 1
-    for where, name, tokens in documents:
+    rows_of_epoch = tokens_of_epoch = 0
+    for where, name, tokens, (share_from, share_to) in documents:
+        # Streams that share a document come to the same token: neither loses one.
+        token, end = max(token, int(share_from * len(tokens))), int(share_to * len(tokens))
         epoch = where[0]
-        if epoch != begins_in and not carry:
-            if begins_in >= 0 and not rows_of_epoch:
-                problem = f"an epoch of a stream is shorter than a row of {length} tokens"
-                raise UserError(f"data.carry_remainder: false: {problem}; lower data.num_streams")
-            filled, parts, rows_of_epoch = 0, [], int(begins_in < 0)
-            begins_in = epoch
-        while token < len(tokens):
+        if epoch != begins_in:
+            first = begins_in < 0  # Of which there may be left less than a row, or nothing.
+            if not first and not tokens_of_epoch:  # Else it would be read for ever.
+                raise UserError("data.num_streams: a stream holds less than a token; lower it")
+            if not carry:
+                if not first and not rows_of_epoch:
+                    problem = f"an epoch of a stream is shorter than a row of {length} tokens"
+                    raise UserError(f"data.carry_remainder: false: {problem}; lower data.num_streams")
+                filled, parts = 0, []
+            begins_in, rows_of_epoch, tokens_of_epoch = epoch, int(first), int(first)
+        while token < end:
             taken = min(length - filled, len(tokens) - token)
             row[filled : filled + taken] = tokens[token : token + taken]
             if spans:
                 parts.append(Span(name, epoch, token, token + taken))
-            filled, token = filled + taken, token + taken
+            filled, token, tokens_of_epoch = filled + taken, token + taken, tokens_of_epoch + taken
             if filled == length:
-                after = (*where[:3], where[3] + 1, 0) if token == len(tokens) else (*where, token)
+                after = (*where[:3], where[3] + 1, 0) if token >= end else (*where, token)
                 yield Row(row, source, after, tuple(parts))
                 row, filled, parts, rows_of_epoch = np.empty(length, dtype=np.int32), 0, [], rows_of_epoch + 1
         token = 0

@@ -167,7 +167,7 @@ def train(
     train, device = recipe.train, accelerator.device
     assert train.micro_batch_size is not None  # resolve_batch has filled it in.
     values: dict[str, float] = {}
-    noted: set[str] = set()
+    noted = set(run.noted)
     # How long a rank may read before it has rows, or a reason why not: each try a silent server, then the wait for the next.
     longest_read_s = (recipe.data.max_retries + 1) * (recipe.data.timeout_seconds + LONGEST_WAIT_S)
     group = host_group(accelerator, longest_wait_s=longest_read_s + train.timeout_seconds)
@@ -412,17 +412,18 @@ def _memory_values(
 
 
 def _data_values(accelerator: Accelerator, batches: Batches, run: Run, *, wait_s: float, noted: set[str]) -> tuple[dict[str, float], float]:
-    """(the data/* keys, summed over ranks; the longest wait of a rank in seconds). Says what the loaders have to say, once. Collective."""
-    counts, notes = batches.counts(), list(batches.notes().items())
-    own = torch.tensor([[counts["retries"], counts["bad_rows"], len(notes), wait_s * 1e6]], dtype=torch.int64, device=accelerator.device)
-    gathered = accelerator.gather(own)  # [ranks, 4]
-    retries, bad_rows, said, _ = gathered.sum(dim=0).tolist()
+    """(the data/* keys of all ranks; the longest wait of a rank in seconds). Says what the loaders have to say, once. Collective."""
+    counts, notes, (fewest, most) = batches.counts(), list(batches.notes().items()), batches.epochs()
+    values = [counts["retries"], counts["bad_rows"], len(notes), *(round(value * 1e6) for value in (fewest, most, wait_s))]
+    gathered = accelerator.gather(torch.tensor([values], dtype=torch.int64, device=accelerator.device))  # [ranks, 6]
+    retries, bad_rows, said, *_ = gathered.sum(dim=0).tolist()
+    epochs = {"data/epochs_min": int(gathered[:, 3].min()) / 1e6, "data/epochs_max": int(gathered[:, 4].max()) / 1e6}
     if said:
         for subject, line in gather_object(notes):
             if subject not in noted:  # Another rank, or another worker, may have said it.
                 noted.add(subject)
                 run.terminal.say(line)
-    return {"data/retries": retries, "data/bad_rows": bad_rows}, int(gathered[:, 3].max()) / 1e6
+    return {"data/retries": retries, "data/bad_rows": bad_rows, **epochs}, int(gathered[:, 5].max()) / 1e6
 
 
 @contextmanager
