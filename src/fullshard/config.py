@@ -300,9 +300,9 @@ class LoggingConfig:
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     """Any that Accelerate knows (wandb, tensorboard, mlflow, ...); [] for metrics.jsonl alone."""
     project: str = "fullshard"
-    """W&B project."""
+    """Project of the trackers. Where it is not written, what their environment says (WANDB_PROJECT, ...) holds."""
     run_name: str | None = None
-    """W&B display name; the last part of output_dir when null."""
+    """W&B display name; null: WANDB_NAME of the environment, or the last part of output_dir."""
     every: PositiveInt = 10
     """Optimizer steps between logged lines. The first and the last step are always logged."""
     peak_tflops: PositiveFloat | None = None
