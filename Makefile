@@ -1,11 +1,13 @@
-# make train | test | campaign | lint | install: each sets up .venv first when it is missing or older than what it is made from.
+# make train | test | test-transformers-4 | campaign | lint | install: each sets up .venv first when it is missing or older than what it is made from.
 PYTHON ?= python3
 ACCELERATE_CONFIG ?= accelerate_configs/fsdp.yaml
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test campaign lint install
+TRANSFORMERS_4 := $(VENV)/transformers-4
+
+.PHONY: train test test-transformers-4 campaign lint install
 
 train: $(STAMP)
 	@$(BIN)/fullshard check --accelerate_config $(ACCELERATE_CONFIG) $(GPUS) --quiet $(ARGS)
@@ -16,6 +18,15 @@ train: GPUS = $(shell $(BIN)/python -c "import torch; n = torch.cuda.device_coun
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests
+
+# Do exports mean the same to transformers 4? It lies in a folder of its own and takes torch from .venv.
+test-transformers-4: $(TRANSFORMERS_4)/.installed
+	TRANSFORMERS_4=$(TRANSFORMERS_4) $(BIN)/python -m pytest tests/transformers_4.py
+
+$(TRANSFORMERS_4)/.installed: tests/transformers_4.txt $(STAMP)
+	rm -rf $(TRANSFORMERS_4)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(TRANSFORMERS_4) -r $<
+	@touch $@
 
 # 9 minutes on two cores; ARGS="--seed 1" kills at other moments.
 campaign: $(STAMP)

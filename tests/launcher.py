@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -64,9 +66,13 @@ def start(
     environment: dict[str, str] | None = None,
     stdout: Any = subprocess.PIPE,
     stderr: Any = subprocess.PIPE,
+    open_files: int | None = None,
     **overrides: Any,
 ) -> subprocess.Popen[str]:
-    """overrides: `train__max_steps=3` for --train.max_steps 3. SMALL applies where nothing is said; None takes a key out of it."""
+    """overrides: `train__max_steps=3` for --train.max_steps 3. SMALL applies where nothing is said; None takes a key out of it.
+
+    open_files: what `ulimit -n` says to the launcher and its ranks.
+    """
     values = SMALL | {key.replace("__", "."): value for key, value in overrides.items()}
     values.setdefault("output_dir", output_dir)
     command = [
@@ -85,6 +91,7 @@ def start(
         stderr=stderr,
         text=True,
         stdin=subprocess.DEVNULL,
+        preexec_fn=open_files and functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (open_files, open_files)),
     )
 
 

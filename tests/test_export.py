@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from test_model import TIED, TINY
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard import __main__, export
@@ -24,7 +25,8 @@ from fullshard.errors import UserError
 from fullshard.export import describe_export, export_checkpoint, exportable
 from fullshard.manifest import record_files, write_manifest
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, whole_tensor
-from fullshard.tokenizer import load_tokenizer
+from fullshard.streams import encoder
+from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 
 # As many rows as the bundled tokenizer needs, and a few: divides by no world size here.
 UNTIED = replace(TINY, vocab_size=4099)
@@ -80,6 +82,23 @@ def run(*, output_dir: Path, model: ModelConfig) -> dict[str, Any]:
         "eval_loss": evaluate(accelerator, prepared, rows=rows, micro_batch_size=1),
         "config": (config.use_cache, config.dtype),
     }
+
+
+def tokenizer_folder(folder: Path, *, adds: str) -> Path:
+    """A tokenizer of 4,098 tokens, whose post-processor adds `begin`, `begin and end`, or nothing around a text."""
+    tokenizer = Tokenizer.from_file(str(BUNDLED_TOKENIZER))
+    tokenizer.add_special_tokens(["<|begin|>", "<|im|>"])
+    template = {"begin": "<|begin|> $A", "begin and end": "<|begin|> $A <|endoftext|>", "nothing": "$A"}[adds]
+    special = [(token, tokenizer.token_to_id(token)) for token in ("<|begin|>", "<|endoftext|>")]
+    added = processors.TemplateProcessing(single=template, pair=f"{template} $B", special_tokens=special)
+    # Llama 3's, with the byte-level one before it; Llama 2's is the template alone.
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), added]) if adds == "begin" else added
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<|begin|>", "eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im|>"], "chat_template": "{{ x }}"}
+    flags = {"add_bos_token": "begin" in adds, "add_eos_token": "end" in adds, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | flags))
+    return folder
 
 
 def loaded(folder: Path) -> Any:
@@ -142,6 +161,42 @@ def test_folder_has_all_that_a_hugging_face_folder_has(sharded: Any) -> None:
     parameters = sum(value.numel() for value in result["parameters"].values())
     assert describe_export(folder).startswith(f"{folder}: {parameters:,} parameters, float32, {parameters * 4 / 1e9:,.3f} GB in 1 file")
     assert sorted(path.name for path in output_dir.iterdir()) == ["checkpoints", "model"]
+
+
+def test_what_other_versions_read_is_where_they_look(sharded: Any) -> None:
+    """transformers 4 knows neither rope_parameters nor the class TokenizersBackend. tests/transformers_4.py asks it."""
+    folder = sharded[0] / "model"
+    config, tokenizer = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json"))
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    assert (config["rope_scaling"], config["torch_dtype"]) == (None, "float32")
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+@pytest.mark.parametrize(("adds", "told"), [("begin", "<|begin|>"), ("begin and end", "<|begin|> and <|endoftext|>"), ("nothing", None)])
+def test_tokenizer_adds_what_training_saw(
+    sharded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], adds: str, told: str | None
+) -> None:
+    """Nothing but a document's own tokens: the end-of-text is between documents. Of the folder that was opened nothing else is left."""
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer", adds=adds)
+    folder = copied_run(sharded, tmp_path, (2,)) / "checkpoints" / "step_00000002"
+    state = json.loads((folder / "state.json").read_text())
+    state["recipe"]["data"]["tokenizer"] = str(tokenizer)
+    (folder / "state.json").write_text(json.dumps(state))
+    names = [path.name for path in folder.iterdir() if path.name != "manifest.json"]
+    write_manifest(folder, step=2, files=record_files(folder, names, checksums=True))
+    assert command(folder) is None
+    exported = tmp_path / "run" / "model"
+    line = f"{exported}: its tokenizer leaves out {told}, which data.tokenizer adds to a text: training tokenized without"
+    assert ([line] if told else []) == capsys.readouterr().out.splitlines()[:-1]
+    trained_with, theirs = load_tokenizer(str(tokenizer)), AutoTokenizer.from_pretrained(exported)
+    texts = ["def f(x):", "", " é漢字 "]
+    assert [theirs(text).input_ids for text in texts] == [tokens[:-1].tolist() for tokens in encoder(trained_with)(texts)]
+    assert theirs("def", "return").input_ids == theirs("def").input_ids + theirs("return").input_ids
+    config = json.loads((exported / "tokenizer_config.json").read_text())
+    assert config.keys().isdisjoint({"local_files_only", "is_local", "add_bos_token", "add_eos_token", "extra_special_tokens"})
+    assert theirs.bos_token == "<|begin|>"
+    assert theirs.extra_special_tokens == ["<|im|>"]
+    assert theirs.chat_template == "{{ x }}"
 
 
 def test_tokenizer_comes_back(sharded: Any) -> None:

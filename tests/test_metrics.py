@@ -74,10 +74,11 @@ def no_wandb_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
 
 
-def opened(output_dir: Path, *trackers: str | GeneralTracker) -> tuple[RunLog, list[str]]:
+def opened(output_dir: Path, *trackers: str | GeneralTracker, recipe: Recipe | None = None, **options: Any) -> tuple[RunLog, list[str]]:
     said: list[str] = []
     accelerator = Accelerator(cpu=True, log_with=list(trackers) or None)
-    return open_log(accelerator=accelerator, recipe=Recipe(), output_dir=output_dir, config=CONFIG, say=said.append), said
+    recipe = recipe or Recipe()
+    return open_log(accelerator=accelerator, recipe=recipe, output_dir=output_dir, config=CONFIG, say=said.append, **options), said
 
 
 def lines(output_dir: Path) -> list[dict[str, Any]]:
@@ -130,6 +131,66 @@ def test_a_continued_run_appends(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
+def test_other_trackers_have_each_step_once(tmp_path: Path) -> None:
+    """A run that was killed after step 4 and goes on from step 2: they have 3 and 4 already. metrics.jsonl has what was done last."""
+    recorders = Recorder(), Recorder()
+    for recorder, resumed_step, steps in zip(recorders, (0, 2), ((1, 2, 3, 4), (3, 4, 5)), strict=True):
+        log, _ = opened(tmp_path, recorder, resumed_step=resumed_step)
+        for step in steps:
+            log.log(step, {"process": resumed_step})
+        log.close()
+    assert [step for recorder in recorders for step, _ in recorder.logged] == [1, 2, 3, 4, 5]
+    assert [(line["step"], line["process"]) for line in lines(tmp_path)] == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2)]
+
+
+ENVIRONMENT = {
+    "WANDB_MODE": "offline",
+    "WANDB_PROJECT": "theirs",
+    "WANDB_NAME": "named",
+    "WANDB_RUN_ID": "abcd1234",
+    "WANDB_RUN_GROUP": "group",
+    "WANDB_ENTITY": "entity",
+    "WANDB_TAGS": "one,two",
+    "WANDB_NOTES": "notes",
+    "WANDB_JOB_TYPE": "job",
+}
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_what_the_environment_says_to_wandb_holds_unless_the_recipe_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    wandb.teardown()  # It reads its environment once.
+    for name, value in (ENVIRONMENT | {"WANDB_DIR": str(tmp_path / "elsewhere")}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "elsewhere").mkdir()
+    logging = LoggingConfig(project="ours", run_name="ours too" if written else None)
+    recipe = Recipe(logging=logging, sources={"logging.project": "a.yaml"} if written else {})
+    log, _ = opened(tmp_path / "run", "wandb", recipe=recipe, resumed_step=1, wandb_id="ofcheckp")
+    log.log(1, VALUES)
+    log.close()
+    wandb.teardown()
+    assert log.wandb_dir is not None
+    assert log.wandb_dir.parent == tmp_path / "elsewhere" / "wandb"
+    (run,) = [record["run"] for record in inspected(log.wandb_dir) if record["type"] == "run"]
+    assert (run["project"], run["display_name"]) == (("ours", "ours too") if written else ("theirs", "named"))
+    assert (run["run_id"], run["run_group"], run["entity"], run["job_type"]) == ("abcd1234", "group", "entity", "job")
+    assert (run["tags"], run["notes"]) == (["one", "two"], "notes")
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_accelerate_does_not_let_the_environment_beat_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """Of MLflow and ClearML, whose variables Accelerate itself prefers to the project that it is given."""
+    from accelerate.tracking import MLflowTracker
+
+    for name in ("MLFLOW_EXPERIMENT_NAME", "CLEARML_PROJECT"):
+        monkeypatch.setenv(name, "theirs")
+    opened(tmp_path, Recorder(), recipe=Recipe(logging=LoggingConfig(project="ours"), sources={"logging.project": "a"} if written else {}))
+    assert MLflowTracker("given").experiment_name == os.environ["CLEARML_PROJECT"] == ("ours" if written else "theirs")
+
+
 @pytest.mark.parametrize("mode", ["", "online", "offline"])
 def test_without_a_key_wandb_is_offline_and_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """W04: no key and WANDB_MODE=online was a UsageError that killed the ranks."""
@@ -179,8 +240,9 @@ def test_a_key_in_netrc_or_settings_is_found(tmp_path: Path, monkeypatch: pytest
     assert _wandb_credentials_exist({"WANDB_API_KEY": "k"})
 
 
-def test_wandb_disabled_is_respected_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "disabled"), ("WANDB_DISABLED", "true")])
+def test_wandb_disabled_is_respected_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
     log, said = opened(tmp_path, "wandb")
     log.log(1, VALUES)
     log.close()

@@ -165,6 +165,8 @@ class DataConfig(SourcePlace):
     """Attention and positions restart at each document of a row, and its first token is no target. False: a row is one context."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """What a row or file that cannot be read does: stops the run, or is left out and counted."""
+    csv_as_text: bool = True
+    """Read each field of a csv as the text that stands there. False: as pandas reads it, `NA` as missing and `007` as the number 7."""
     num_workers: NonNegativeInt = 1
     """Loader processes per rank, which read and tokenize ahead; 0: the training process does it. The order does not depend on it."""
     max_retries: NonNegativeInt = 8
@@ -298,9 +300,9 @@ class LoggingConfig:
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     """Any that Accelerate knows (wandb, tensorboard, mlflow, ...); [] for metrics.jsonl alone."""
     project: str = "fullshard"
-    """W&B project."""
+    """Project of the trackers. Where it is not written, what their environment says (WANDB_PROJECT, ...) holds."""
     run_name: str | None = None
-    """W&B display name; the last part of output_dir when null."""
+    """W&B display name; null: WANDB_NAME of the environment, or the last part of output_dir."""
     every: PositiveInt = 10
     """Optimizer steps between logged lines. The first and the last step are always logged."""
     peak_tflops: PositiveFloat | None = None

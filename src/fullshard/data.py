@@ -55,6 +55,7 @@ HELD_OUT_GROUPS = 32
 CHUNK_ROWS = 8  # Rows that a worker hands over at once.
 PREFETCHED_CHUNKS = 4  # Per worker.
 PROBED_BYTES = 2**16  # Of a source with less for each stream, each stream is looked into before the run.
+RESERVED_FILES = 64  # Of a process, for checkpoints, the export, trackers, held-out text.
 FILE_KEYS = [f"data.{key}" for key in (*(entry.name for entry in fields(SourcePlace)), "mixture", "evaluation_documents")]
 SILVER = 0x6A09E667F3BCC908  # 2**64 * (sqrt(2) - 1).
 
@@ -259,7 +260,7 @@ def train_batches(
         end_of_text=int(tokenizer.eos_token_id),
         own=range(rank, count, world_size),
     )
-    _allow_open_files()
+    _allow_open_files(plan)
     if from_start:
         _check_sources(plan)
     batches = Batches(
@@ -468,10 +469,24 @@ def _stream_name(plan: Plan, stream: int, source: int) -> str:
     return f"{plan.readings[source].source.name}: stream {stream} of {plan.data.num_streams}"
 
 
-def _allow_open_files() -> None:
-    """As many as the system lets a process have: every stream keeps a file open, and the usual limit is 1,024."""
+def _allow_open_files(plan: Plan) -> None:
+    """As many as the system lets a process have: every stream keeps a file open, and the usual limit is 1,024.
+
+    Raises UserError where that is not enough for the streams and for what a run opens beside them: a save must not be the first to notice.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    workers = min(plan.data.num_workers, len(plan.own))
+    streams = -(-len(plan.own) // max(workers, 1))  # Of one process.
+    # A text file is read at once, a remote one in requests.
+    kept = [any("://" not in file.url for file in reading.source.files) for reading in plan.readings if reading.source.builder != "text"]
+    files = streams * sum(kept)
+    # Two more process groups of sockets; a worker's queues.
+    needed = files + len(os.listdir("/dev/fd")) + RESERVED_FILES + 2 * plan.own.step + 8 * workers
+    if most != resource.RLIM_INFINITY and needed > most:
+        fix = f"raise it to {needed} (ulimit -Hn), lower data.num_streams or raise data.num_workers"
+        line = f"a process keeps {files} files open for its {streams} streams, too many for its limit of {most} open files; {fix}"
+        raise UserError(f"data.num_streams: {plan.data.num_streams}: {line}")
 
 
 def _position(values: Sequence[int]) -> Position:

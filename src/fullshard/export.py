@@ -35,17 +35,26 @@ from fullshard.errors import UserError, one_line
 from fullshard.files import put_in_place, settle_folder, sync
 from fullshard.manifest import MANIFEST, STATE, checkpoint_steps, faults
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, whole_shape, whole_tensor
-from fullshard.tokenizer import load_tokenizer
+from fullshard.tokenizer import load_tokenizer, save_tokenizer
 
 FILE_BYTES = 5 * 10**9
 """Of a file of weights at most, unless one parameter is larger. transformers takes 50e9: ten times the memory while it is written."""
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-def export_model(*, accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str) -> Path:
+def export_model(
+    *,
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: str,
+    say: Callable[[str], None] = print,
+) -> Path:
     """Write the prepared model's weights as `dtype` into `folder`, an older export there is replaced. Collective.
 
-    Raises UserError on every rank where the folder cannot be written; what was there before is then as it was.
+    say: told on the main process what the exported tokenizer does differently. Raises UserError on every rank where the folder cannot be
+    written; what was there before is then as it was.
     """
     parameters = dict(canonical_parameters(model))
 
@@ -62,12 +71,11 @@ def export_model(*, accelerator: Accelerator, model: nn.Module, tokenizer: PreTr
     shapes = {name: tuple(whole_shape(parameter)) for name, parameter in parameters.items()}
     if difference := _difference(config, shapes):
         raise RuntimeError(f"the model is not the one of its config: {difference}")
-    return _export(
-        folder=folder, config=config, tokenizer=tokenizer, dtype=dtype, collect=collect, main=functools.partial(on_main, accelerator)
-    )
+    main = functools.partial(on_main, accelerator)
+    return _export(folder=folder, config=config, tokenizer=tokenizer, dtype=dtype, collect=collect, main=main, say=say)
 
 
-def export_checkpoint(checkpoint: Path, *, folder: Path, dtype: str) -> Path:
+def export_checkpoint(checkpoint: Path, *, folder: Path, dtype: str, say: Callable[[str], None] = print) -> Path:
     """Write a checkpoint's weights as `dtype` into `folder`, an older export there is replaced. In one process, without torch.distributed.
 
     For a checkpoint that is whole: `exportable`, and a run that is resumed, have read every byte. Raises UserError where a parameter of the
@@ -98,7 +106,10 @@ def export_checkpoint(checkpoint: Path, *, folder: Path, dtype: str) -> Path:
                 raise RuntimeError(failed.failures[0][0]) from failed
         return {name: _held(read.pop(f"model.{name}"), dtype) for name in names}
 
-    return _export(folder=folder, config=config, tokenizer=tokenizer, dtype=dtype, collect=collect, main=lambda function: function())
+    def main(function: Callable[[], Any]) -> Any:
+        return function()
+
+    return _export(folder=folder, config=config, tokenizer=tokenizer, dtype=dtype, collect=collect, main=main, say=say)
 
 
 def exportable(path: Path, *, say: Callable[[str], None] = print) -> tuple[Path, Path | None]:
@@ -154,6 +165,7 @@ def _export(
     dtype: str,
     collect: Callable[[Collection[str]], dict[str, torch.Tensor]],
     main: Callable[[Callable[[], Any]], Any],
+    say: Callable[[str], None],
 ) -> Path:
     """Write <folder>.tmp, sync it, give it the name. Collective where `collect` and `main` are."""
     config = copy.deepcopy(config)
@@ -164,14 +176,16 @@ def _export(
     files = split_torch_state_dict_into_shards(dict(whole.named_parameters()), max_shard_size=FILE_BYTES)
     target = folder.resolve()  # Of a link, or of ".", the folder itself is replaced.
     partial = target.with_name(f"{target.name}.tmp")
+    left_out: list[str] = []
 
     def begin() -> None:
         settle_folder(target)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         config.save_pretrained(partial)
+        _say_it_as_transformers_4_reads_it(partial / "config.json")
         whole.generation_config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        left_out.extend(save_tokenizer(tokenizer, partial))
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             (partial / SAFETENSORS_INDEX_FILE).write_text(f"{json.dumps(index, indent=2)}\n", encoding="utf-8")
@@ -190,6 +204,9 @@ def _export(
             sync(path)
         sync(partial)
         put_in_place(partial, target)
+        if left_out:
+            tokens = " and ".join(left_out)
+            say(f"{folder}: its tokenizer leaves out {tokens}, which data.tokenizer adds to a text: training tokenized without")
 
     def step(function: Callable[[], None]) -> None:
         """Once a file: ranks wait for one another no longer than one takes."""
@@ -211,6 +228,16 @@ def _export(
         held.clear()
     step(end)
     return folder
+
+
+def _say_it_as_transformers_4_reads_it(path: Path) -> None:
+    """Add what transformers 4 looks for under other names; without them it takes its defaults in silence. 5 reads both alike."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = dict(config["rope_parameters"])
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config["dtype"]  # Before 4.56.
+    path.write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n", encoding="utf-8")
 
 
 def _check_replaceable(folder: Path, partial: Path) -> None:

@@ -28,6 +28,9 @@ from fullshard.files import keep_json_lines
 WANDB_INIT_TIMEOUT_S = 20
 WANDB_FINISH_TIMEOUT_S = 60  # a network that went away must not keep the ranks; what was not uploaded stays in <output_dir>/wandb
 
+PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
+"""Which Accelerate's project name would beat. MLflow's and ClearML's it reads itself."""
+
 # Dense TFLOP/s of the tensor cores from NVIDIA's data sheets, (bf16, fp16); the first pattern found in the device's name counts.
 PEAK_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
     (r"\bGB200\b", 2500, 2500),
@@ -76,6 +79,8 @@ class RunLog:
     """Of the W&B run, which a resumed run continues; on the main process."""
     failure: str | None = None
     """Why metrics.jsonl can be written no more, on the main process: the other ranks have to hear it before anybody stops."""
+    earlier_step: int = -1
+    """Last step that an earlier process of this run has logged; what it sent to the trackers is there."""
     _last_step: int = field(default=-1)
     _sent_step: int = field(default=-1)
 
@@ -97,7 +102,10 @@ class RunLog:
                 self.failure = f"{self.file.name}: cannot be written: {error.strerror}"
         if step > self._sent_step:
             self._sent_step = step
-            self.accelerator.log(dict(values), step=step)
+            for tracker in self.accelerator.trackers:
+                # W&B drops a step that it has; it may lack what a killed process had not written yet. The others would show it twice.
+                if tracker.name == "wandb" or step > self.earlier_step:
+                    tracker.log(dict(values), step=step)
 
     def sync(self) -> None:
         """Until the lines are on disk: a checkpoint must not be there without them."""
@@ -136,17 +144,17 @@ def open_log(
 ) -> RunLog:
     """Open metrics.jsonl (appending) and start the trackers that the Accelerator was made with; call it on every rank.
 
-    Lines of metrics.jsonl after resumed_step are cut: the steps are done again. wandb_id: the W&B run to continue; one that has later steps
-    already keeps them; they are the same unless the recipe was changed or the run rolled back.
+    Lines of metrics.jsonl after resumed_step are cut: the steps are done again. wandb_id: the W&B run to continue. A tracker that has later
+    steps already keeps them; they are the same unless the recipe was changed or the run rolled back.
     `config` is shown by the trackers, nested in W&B and flattened to a.b.c elsewhere. `say` prints a line on the main process.
     W&B: without credentials, or when it cannot be reached within 20 s, the run is offline under <output_dir>/wandb and one line says how to
-    look at it. WANDB_MODE=offline and disabled are respected. Sets WANDB_SILENT, and WANDB_MODE where it falls back, in this process.
+    look at it. What the environment says to a tracker holds unless the recipe says otherwise. Sets WANDB_SILENT, and WANDB_MODE where it
+    falls back or WANDB_DISABLED is true, in this process.
     """
     if not accelerator.is_main_process:
         return RunLog(accelerator=accelerator, file=None)
     output_dir.mkdir(parents=True, exist_ok=True)
-    if resumed_step:
-        _cut(output_dir / "metrics.jsonl", after=resumed_step)
+    earlier_step = _cut(output_dir / "metrics.jsonl", after=resumed_step) if resumed_step else -1
     file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
     names = [str(name) for name in accelerator.log_with]
     reason = None
@@ -154,6 +162,8 @@ def open_log(
         os.environ.setdefault("WANDB_SILENT", "true")
         if not os.environ.get("WANDB_MODE"):
             os.environ.pop("WANDB_MODE", None)  # wandb refuses an empty one
+            if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
+                os.environ["WANDB_MODE"] = "disabled"  # wandb itself knows the other name no more.
         if os.environ.get("WANDB_MODE", "online") == "online" and not _wandb_credentials_exist(os.environ):
             os.environ["WANDB_MODE"] = "offline"
             reason = "no API key"
@@ -179,28 +189,49 @@ def open_log(
                 say(f"W&B is offline{why}: look with `wandb leet {shown}`, upload with `wandb sync {shown}`")
             else:
                 say(f"W&B: {run.url}")
-    return RunLog(accelerator=accelerator, file=file, wandb_dir=wandb_dir, wandb_id=wandb_id)
+    return RunLog(accelerator=accelerator, file=file, wandb_dir=wandb_dir, wandb_id=wandb_id, earlier_step=earlier_step)
 
 
-def _cut(path: Path, *, after: int) -> None:
-    """Leave the lines up to step `after`; what a killed run wrote of its last line goes too. Replaced in one go."""
+def _cut(path: Path, *, after: int) -> int:
+    """Leave the lines up to step `after`; what a killed run wrote of its last line goes too. Replaced in one go. Returns the last step."""
+    last = -1
+
+    def kept(line: dict[str, Any]) -> bool:
+        nonlocal last
+        last = max(last, line["step"])
+        return bool(line["step"] <= after)
+
     if path.exists():
-        keep_json_lines(path, lambda line: line["step"] <= after)
+        keep_json_lines(path, kept)
+    return last
 
 
 def _start_trackers(accelerator: Accelerator, *, recipe: Recipe, output_dir: Path, config: dict[str, Any], wandb_id: str | None) -> None:
+    environment = os.environ
+    # console off: wandb would wrap the stdout that the progress bar redraws.
+    settings = {"console": "off", "init_timeout": WANDB_INIT_TIMEOUT_S, "finish_timeout": WANDB_FINISH_TIMEOUT_S}
+    settings = {name: value for name, value in settings.items() if f"WANDB_{name.upper()}" not in environment}
     wandb_arguments: dict[str, Any] = {
-        "name": recipe.logging.run_name or output_dir.resolve().name,
-        "dir": str(output_dir),
-        # console off: wandb would wrap the stdout that the progress bar redraws.
-        "settings": {"console": "off", "silent": True, "init_timeout": WANDB_INIT_TIMEOUT_S, "finish_timeout": WANDB_FINISH_TIMEOUT_S},
+        "name": recipe.logging.run_name or environment.get("WANDB_NAME") or output_dir.resolve().name,
+        "dir": environment.get("WANDB_DIR") or str(output_dir),
+        "settings": {"silent": True, **settings},
     }
     if wandb_id is not None:
-        wandb_arguments |= {"id": wandb_id, "resume": "allow"}
+        wandb_arguments |= {
+            "id": environment.get("WANDB_RUN_ID") or wandb_id,
+            "resume": environment.get("WANDB_RESUME") or "allow",
+        }
     if mode := os.environ.get("WANDB_MODE"):
         # As an argument too: wandb reads the environment at the first init only, and a failed one counts.
         wandb_arguments["mode"] = mode
-    accelerator.init_trackers(recipe.logging.project, init_kwargs={"wandb": wandb_arguments})
+    project = recipe.logging.project
+    if "logging.project" in recipe.sources:
+        environment |= dict.fromkeys(("MLFLOW_EXPERIMENT_NAME", "CLEARML_PROJECT"), project)  # Accelerate would let these win.
+    else:
+        names = [str(name) for name in accelerator.log_with]
+        variables = [variable for name, variable in PROJECT_VARIABLES.items() if name in names and environment.get(variable)]
+        project = environment[variables[0]] if variables else project
+    accelerator.init_trackers(project, init_kwargs={"wandb": wandb_arguments})
     for tracker in accelerator.trackers:
         tracker.store_init_configuration(config if tracker.name == "wandb" else dict(_flat(config)))
 

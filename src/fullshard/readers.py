@@ -673,7 +673,10 @@ def _other(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
     url = glob_escaped(file.url)
     with _opened(file, reading):
         pass  # It is what was listed.
-    rows: Any = datasets.load_dataset(source.builder, data_files=[url], split="train", streaming=True, **source.options)
+    options = source.options
+    if source.builder == "csv" and file.url.lower().endswith((".tsv", *(f".tsv{ending}" for ending in COMPRESSED))):
+        options = {"sep": "\t"} | options
+    rows: Any = datasets.load_dataset(source.builder, data_files=[url], split="train", streaming=True, **options)
     extent = piece.extent or Extent(0, None)
     start = max(cursor, file.skip, extent.first)
     if start:

@@ -104,7 +104,14 @@ def finish(
     try:
         if recipe.checkpoint.export != "never":
             folder = Path(recipe.output_dir) / "model"
-            export_model(accelerator=accelerator, model=model, tokenizer=tokenizer, folder=folder, dtype=recipe.checkpoint.export)
+            export_model(
+                accelerator=accelerator,
+                model=model,
+                tokenizer=tokenizer,
+                folder=folder,
+                dtype=recipe.checkpoint.export,
+                say=run.terminal.say,
+            )
             run.terminal.say(on_main(accelerator, lambda: describe_export(folder)))
         if logging.sample_tokens and logging.sample_prompts:
             completions = complete(

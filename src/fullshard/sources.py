@@ -60,7 +60,7 @@ class Source:
     tokens_column: str | None
     weight: float
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the builder, as a dataset's card sets them (a csv's separator)."""
+    """Of the builder: those that make text of a csv's fields, and those that a dataset's card sets (a csv's separator)."""
 
     @property
     def column(self) -> str:
@@ -235,6 +235,8 @@ def _list_source(source: SourceConfig, *, key: str, data: DataConfig, path_key: 
     if options and any(file_format(builder, file.url) != "other" for file in kept):
         fix = f"sets {', '.join(options)}, which is not supported for {builder} files; list them in data.data_files"
         raise UserError(f"{name}: its card {fix}")
+    if builder == "csv" and data.csv_as_text and not source.tokens_column:
+        options = {"keep_default_na": False, "na_filter": False, "converters": {source.text_column: str}} | options
     return Source(name, builder, kept, source.text_column, source.tokens_column, source.weight, options)
 
 

@@ -61,6 +61,58 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([parts, tokenizer.eos_token_id], sort_keys=True).encode())
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
+    """Write the tokenizer as training used it, so that transformers 4 and 5 open it. Returns the tokens that it adds to a text no more.
+
+    Documents are tokenized without what a post-processor adds, a beginning-of-text for one. With it a text would begin with a token that
+    the model has never seen, with an end-of-text the model would begin another one.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    left_out = _added_tokens(parts["post_processor"])
+    if left_out:
+        parts["post_processor"] = _without_added_tokens(parts["post_processor"])
+        Tokenizer.from_str(json.dumps(parts)).save(str(path))
+    path = folder / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for unused in ("is_local", "local_files_only", "add_bos_token", "add_eos_token"):  # How it was opened here; what was left out.
+        config.pop(unused, None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 does not know 5's name of it.
+    config["model_input_names"] = ["input_ids", "attention_mask"]  # transformers 4 has token_type_ids too, which no Llama takes.
+    if "extra_special_tokens" in config:
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")  # In transformers 4 the former is something else.
+    pre_tokenizer = parts["pre_tokenizer"] or {}
+    if "add_prefix_space" in pre_tokenizer:
+        config["add_prefix_space"] = pre_tokenizer["add_prefix_space"]  # transformers 4 would set it to false in the pre-tokenizer.
+    path.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+    return left_out
+
+
+def _added_tokens(post_processor: dict[str, Any] | None) -> list[str]:
+    """Special tokens that the post-processor of a tokenizer.json adds, each once."""
+    match post_processor:
+        case {"type": "Sequence", "processors": processors}:
+            added = [token for processor in processors for token in _added_tokens(processor)]
+        case {"type": "TemplateProcessing", "single": single, "pair": pair}:
+            added = [piece["SpecialToken"]["id"] for piece in [*single, *pair] if "SpecialToken" in piece]
+        case {"cls": [first, _], "sep": [last, _]}:  # BERT's and RoBERTa's.
+            added = [first, last]
+        case _:
+            added = []
+    return list(dict.fromkeys(added))
+
+
+def _without_added_tokens(post_processor: dict[str, Any]) -> dict[str, Any] | None:
+    """What is left of a post-processor without those that add tokens."""
+    if post_processor["type"] == "Sequence":
+        kept = [processor for processor in map(_without_added_tokens, post_processor["processors"]) if processor]
+        return {**post_processor, "processors": kept} if kept else None
+    return None if _added_tokens(post_processor) else post_processor
+
+
 def end_every_document(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
     """The document's ids, [n], with exactly one end-of-text at their end, whether they had none, one or several."""
     kept = len(tokens)
