@@ -60,6 +60,7 @@ def measure(*, steps: int, rounds: int) -> dict[str, Any]:
                         words=words,
                     )
                     own[name].append(result["step_s"])
+                    print(f"{mode} {name}: {result['step_s']:.3f} s a step", flush=True)
                     losses[f"{mode} {name}"] = result["loss"]
     finally:
         pool.close()
