@@ -176,19 +176,26 @@ def measure(*, configs: Sequence[str], steps: int, rounds: int) -> dict[str, Any
         row["step_s"] = statistics.median(run["step_s"] for run in own)
         row["step_over_ddp"] = statistics.median(run["step_s"] / ddp["step_s"] for run, ddp in zip(own, runs["ddp.yaml"], strict=True))
         rows[config] = row
-    commit = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True)
     return {
-        "command": f"python benchmarks/sharding.py --steps {steps} --rounds {rounds}",
+        **provenance(f"python benchmarks/sharding.py --steps {steps} --rounds {rounds}"),
         "recipe": RECIPE,
         "overrides": list(OVERRIDES),
-        "hardware": f"{psutil.cpu_count()} CPU cores, {platform.machine()}, shared machine",
-        "git_commit": commit.stdout.strip(),
         "ranks": RANKS,
         "parameters": runs["ddp.yaml"][0]["model_parameters"],
         "steps": steps + 1,
         "rounds": rounds,
         "rows": rows,
         "traces": {config: {key: runs[config][0][key] for key in ("phases", "timeline")} for config in DRAWN if config in runs},
+    }
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """What every record says of where it is from."""
+    commit = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {
+        "command": command,
+        "hardware": f"{psutil.cpu_count()} CPU cores, {platform.machine()}, shared machine",
+        "git_commit": commit.stdout.strip(),
     }
 
 

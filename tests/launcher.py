@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pool import HANG_S
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,7 +96,7 @@ def start(
     )
 
 
-def launch(output_dir: Path, /, *, timeout: float = 180.0, **options: Any) -> Launched:
+def launch(output_dir: Path, /, *, timeout: float = HANG_S, **options: Any) -> Launched:
     """`start`, and its end. A launch that does not end within `timeout` seconds is a hang: subprocess.TimeoutExpired."""
     with start(output_dir, **options) as process:
         try:
@@ -105,6 +106,6 @@ def launch(output_dir: Path, /, *, timeout: float = 180.0, **options: Any) -> La
             raise
 
 
-def finished(process: subprocess.Popen[str], output_dir: Path, *, timeout: float = 180.0) -> Launched:
+def finished(process: subprocess.Popen[str], output_dir: Path, *, timeout: float = HANG_S) -> Launched:
     stdout, stderr = process.communicate(timeout=timeout)
     return Launched(process.returncode, stdout, stderr, output_dir)

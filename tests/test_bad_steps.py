@@ -203,7 +203,7 @@ def test_divergence_that_cannot_be_undone_stops_in_one_line(
     pool: Any, tmp_path: Path, options: dict[str, Any], every: int, rows: list[int], said: str
 ) -> None:
     recipe = with_train(recipe_for(tmp_path, every=every, max_steps=9), max_bad_steps=2, **options)
-    results = pool.run(with_faults, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, fault="nan", rows=[row * ROWS for row in rows])
+    results = pool.run(with_faults, config="fsdp_fp32.yaml", recipe=recipe, fault="nan", rows=[row * ROWS for row in rows])
     assert results[0]["error"] == results[1]["error"]
     assert said in results[0]["error"]
     assert FIRST_TWO in results[0]["error"]
@@ -252,7 +252,7 @@ def test_a_stop_right_after_a_rollback_keeps_it(pool: Any, tmp_path: Path) -> No
     pool.run(run_steps, config="fsdp_fp32.yaml", recipe=first)
     resume = str(tmp_path / "first" / "checkpoints" / "step_00000002")
     recipe = with_train(recipe_for(tmp_path / "run", resume=resume, max_steps=6), max_bad_steps=2)
-    results = pool.run(stopped_after_rollback, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, rows=[2 * ROWS, 3 * ROWS])
+    results = pool.run(stopped_after_rollback, config="fsdp_fp32.yaml", recipe=recipe, rows=[2 * ROWS, 3 * ROWS])
     assert "stopped after step 2 by SIGTERM; saved" in results[0]["error"]
     assert folders(tmp_path / "run") == ["step_00000002"]
     pool.run(run_steps, config="fsdp_fp32.yaml", recipe=with_checkpoint(recipe, resume="auto"))
@@ -279,7 +279,7 @@ def stopped_after_rollback(*, recipe: Recipe, rows: list[int]) -> dict[str, Any]
 def test_a_run_that_stops_waits_for_the_save_under_way(pool: Any, tmp_path: Path) -> None:
     """Closing the log destroys the process groups; the save before the bad steps would be lost with them."""
     recipe = with_train(recipe_for(tmp_path, every=2, max_steps=6), max_bad_steps=2, on_divergence="stop")
-    results = pool.run(slow_saves, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, rows=[2 * ROWS, 3 * ROWS])
+    results = pool.run(slow_saves, config="fsdp_fp32.yaml", recipe=recipe, rows=[2 * ROWS, 3 * ROWS])
     assert "stopped; lower" in results[0]["error"]
     assert folders(tmp_path) == ["step_00000002"]
 

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from campaign import FILES, LAUNCHER, OPTIONS, TREE, WAYS, Kill, damaged_runs, damages, differences, killed_run, schedule
 from launcher import launch
+from pool import HANG_S
 from torch.distributed.rendezvous import rendezvous
 
 from fullshard import accelerator
@@ -85,11 +86,11 @@ def test_the_ranks_of_a_new_start_do_not_meet_those_of_the_last_one() -> None:
 def test_a_rank_that_has_not_begun_to_train_ends_with_its_launcher() -> None:
     """Of a kill -9 too. It would wait for the launcher's store, for longer than an hour."""
     call = "from fullshard.preemption import end_with_launcher; end_with_launcher(); print('ready', flush=True)"
-    rank = f"import os, time; print(os.getpid(), flush=True); {call}; time.sleep(60)"
+    rank = f"import os, time; print(os.getpid(), flush=True); {call}; time.sleep({4 * HANG_S})"
     command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"]
     with subprocess.Popen(command, env=os.environ | {"TORCHELASTIC_RUN_ID": "none"}, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         process = psutil.Process(int(launcher.stdout.readline()))
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
-        assert psutil.wait_procs([process], timeout=10)[1] == []
+        assert psutil.wait_procs([process], timeout=HANG_S)[1] == []

@@ -287,7 +287,7 @@ def started_late(*, recipe: Recipe) -> list[str]:
 def test_no_rank_starts_before_the_earlier_run_is_out_of_the_way(pool: Any, tmp_path: Path) -> None:
     """What it wrote to documents/ would be moved away under it."""
     (tmp_path / "documents").mkdir()
-    assert pool.run(started_late, timeout=30, recipe=recipe_for(tmp_path)) == [["config.yaml", "previous"]] * 2
+    assert pool.run(started_late, recipe=recipe_for(tmp_path)) == [["config.yaml", "previous"]] * 2
 
 
 def test_tokens_seen_go_on_from_the_rows_read_when_the_batch_changes(pool: Any, straight: Any, tmp_path: Path) -> None:
@@ -351,7 +351,6 @@ def test_a_lost_source_ends_in_a_checkpoint_and_one_line(
         run_steps,
         config="fsdp_fp32.yaml",
         world_size=world_size,
-        timeout=30,
         recipe=recipe_for(tmp_path, every=every),
         lost_at=4,
         lost_ranks=lost_ranks,
@@ -366,7 +365,7 @@ def test_a_lost_source_ends_in_a_checkpoint_and_one_line(
 
 
 def test_lost_before_the_first_step_says_so_without_a_checkpoint(pool: Any, tmp_path: Path) -> None:
-    results = pool.run(run_steps, timeout=30, recipe=recipe_for(tmp_path), lost_at=1)
+    results = pool.run(run_steps, recipe=recipe_for(tmp_path), lost_at=1)
     expected = "data.path: here: rank 1 gets nothing any more; nothing was trained yet"
     assert [result["error"] for result in results] == [expected] * 2
     assert not (tmp_path / "checkpoints").exists()
@@ -421,7 +420,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_one(poo
     good = recipe_for(tmp_path / "run")
     (tmp_path / "file").write_text("")
     other = recipe_for(tmp_path / ("other" if broken == "not a shared folder" else "file"))
-    assert pool.run(save_at, timeout=30, recipes=[good, good], step=2) == [None, None]
+    assert pool.run(save_at, recipes=[good, good], step=2) == [None, None]
     before = bytes_of(tmp_path / "run")
     recipes, said = {
         "rank 0 cannot write": ([other, good], "Not a directory"),
@@ -429,7 +428,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_one(poo
         "rank 1 is full": ([good, good], "rank 1: "),
         "not a shared folder": ([good, other], "output_dir must be one folder that all machines share"),
     }[broken]
-    results = pool.run(save_at, timeout=30, recipes=recipes, step=4, full=broken == "rank 1 is full")
+    results = pool.run(save_at, recipes=recipes, step=4, full=broken == "rank 1 is full")
     for error in results:
         assert said in error
         assert "\n" not in error
@@ -487,7 +486,7 @@ def killed_while_saving(*, recipe: Recipe) -> list[tuple[str, list[str], int, li
 
 def test_a_kill_while_saving_leaves_no_half_checkpoint(pool: Any, tmp_path: Path) -> None:
     """Whenever it comes, the older one is found, and the next save clears what was left."""
-    (found,) = pool.run(killed_while_saving, world_size=1, timeout=60, recipe=recipe_for(tmp_path, max_steps=8))
+    (found,) = pool.run(killed_while_saving, world_size=1, recipe=recipe_for(tmp_path, max_steps=8))
     half, after = ["step_00000002", "step_00000004.tmp"], ["step_00000002", "step_00000006"]
     assert found == [
         ("in shards", half, 2, after),
@@ -521,7 +520,7 @@ def test_what_does_not_fit_stops_all_ranks_in_one_line(pool: Any, straight: Any,
     arguments["resume"] = arguments["resume"].format(folder=folder)
     recipe = recipe_for(tmp_path, **arguments)
     allowed = replace(recipe.checkpoint, allow_changes=["model"])  # What the recipes' difference says comes first: tests/test_changes.py.
-    results = pool.run(loading, timeout=30, recipe=replace(recipe, checkpoint=allowed))
+    results = pool.run(loading, recipe=replace(recipe, checkpoint=allowed))
     for error in results:
         assert said.format(folder=folder) in error
         assert "\n" not in error
@@ -537,7 +536,7 @@ def test_a_damaged_checkpoint_stops_all_ranks_in_one_line(pool: Any, straight: A
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    results = pool.run(loading, timeout=30, recipe=recipe_for(tmp_path, resume=str(folder)))
+    results = pool.run(loading, recipe=recipe_for(tmp_path, resume=str(folder)))
     assert len(set(results)) == 1
     assert results[0].startswith(str(folder))
     assert "\n" not in results[0]
@@ -561,8 +560,8 @@ def asked_on_main(*, error: Exception | None) -> tuple[str, Any]:
 
 
 def test_on_main_ends_alike_on_all_ranks(pool: Any) -> None:
-    good = pool.run(asked_on_main, timeout=30, error=None)
+    good = pool.run(asked_on_main, error=None)
     assert good[0] == good[1]
-    assert pool.run(asked_on_main, timeout=30, error=UserError("data.path: x: no")) == [("UserError", "data.path: x: no")] * 2
-    other = pool.run(asked_on_main, timeout=30, error=ZeroDivisionError("broken"))
+    assert pool.run(asked_on_main, error=UserError("data.path: x: no")) == [("UserError", "data.path: x: no")] * 2
+    other = pool.run(asked_on_main, error=ZeroDivisionError("broken"))
     assert other == [("ZeroDivisionError", "broken"), ("RuntimeError", "rank 0: broken")]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pool import HANG_S
 
 from fullshard.config import (
     ROPE_FIELDS,
@@ -272,10 +273,11 @@ def stopped(*argv: str, rank: int, error_file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", STOP, *argv], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_local_rank_0_stops_at_once_with_one_line(tmp_path: Path) -> None:
-    process = stopped(rank=0, error_file=tmp_path / "error.json")
-    out, err = process.communicate(timeout=4)
-    assert (process.returncode, err, out) == (2, "error: x.yaml: a.b: 1: must be 2\n", "cleaned up\n")
+def test_local_rank_0_stops_without_waiting_and_with_one_line(tmp_path: Path) -> None:
+    for wait_s in ([], [f"{4 * HANG_S}"]):
+        process = stopped(*wait_s, rank=0, error_file=tmp_path / "error.json")
+        out, err = process.communicate(timeout=HANG_S)
+        assert (process.returncode, err, out) == (2, "error: x.yaml: a.b: 1: must be 2\n", "cleaned up\n")
     # What torch's agent reads (torch.distributed.elastic.multiprocessing.errors.ProcessFailure).
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["py_callstack"] == "x.yaml: a.b: 1: must be 2"
@@ -284,23 +286,23 @@ def test_local_rank_0_stops_at_once_with_one_line(tmp_path: Path) -> None:
 
 def test_other_ranks_speak_if_nobody_ends_them(tmp_path: Path) -> None:
     process = stopped("0.3", rank=1, error_file=tmp_path / "error.json")
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (2, "error: x.yaml: a.b: 1: must be 2\n")
     assert (tmp_path / "error.json").exists()
 
 
 def test_other_ranks_are_silent_if_the_launcher_ends_them(tmp_path: Path) -> None:
-    process = stopped("30", rank=1, error_file=tmp_path / "error.json")
+    process = stopped(f"{4 * HANG_S}", rank=1, error_file=tmp_path / "error.json")
     time.sleep(2)  # Long enough to have reached the wait.
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=5)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out, err) == (-signal.SIGTERM, "", "")
 
 
-def test_check_needs_no_torch_and_is_quick(tmp_path: Path) -> None:
+def test_check_needs_no_torch_and_little_else(tmp_path: Path) -> None:
     code = "import sys, runpy; sys.argv = ['fullshard', *sys.argv[1:]]; runpy.run_module('fullshard', run_name='__main__')\n"
-    code += "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)"
-    begin = time.monotonic()
+    code += "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)\n"
+    code += "assert len(sys.modules) < 400, len(sys.modules)"  # 275: what takes its time is imports. torch alone has 1,000.
     command = [
         sys.executable,
         "-c",
@@ -315,7 +317,6 @@ def test_check_needs_no_torch_and_is_quick(tmp_path: Path) -> None:
     ]
     result = subprocess.run(command, text=True, capture_output=True, cwd=tmp_path, check=False)
     assert result.returncode == 0, result.stderr
-    assert time.monotonic() - begin < 3
     assert "micro_batch_size 2 x 4 processes x gradient_accumulation_steps 2" in result.stdout
 
 

@@ -16,6 +16,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from pool import HANG_S
 
 from fullshard import manifest
 from fullshard.errors import UserError
@@ -314,7 +315,7 @@ def test_settle_ends_what_was_interrupted(tmp_path: Path) -> None:
 
 def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
     call = [sys.executable, "-m", "fullshard", "verify", *map(str, arguments)]
-    return subprocess.run(call, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(call, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_verify_says_what_each_checkpoint_is(tmp_path: Path) -> None:
@@ -395,5 +396,5 @@ def test_verify_needs_no_torch(tmp_path: Path) -> None:
         "from fullshard.__main__ import main; main()\n"
         "assert not {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")

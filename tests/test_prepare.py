@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import xxhash
+from pool import HANG_S
 from rich.console import Console
 
 from fullshard import sources
@@ -251,7 +252,7 @@ def test_killed_and_started_again_it_makes_what_is_missing(
     words = ["tokenize", "--output", str(tmp_path / "killed"), *words]
     started = subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     progress = tmp_path / "killed" / ".progress"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while len(list(progress.glob("train-*.json"))) < 3:
         assert started.poll() is None
         assert time.monotonic() < deadline
@@ -259,7 +260,7 @@ def test_killed_and_started_again_it_makes_what_is_missing(
     workers = psutil.Process(started.pid).children(recursive=True)
     started.send_signal(signal.SIGKILL)
     started.wait()
-    assert psutil.wait_procs(workers, timeout=5)[1] == [], "a worker outlives its main process"
+    assert psutil.wait_procs(workers, timeout=HANG_S)[1] == [], "a worker outlives its main process"
     finished = [tmp_path / "killed" / "data" / path.with_suffix(".parquet").name for path in progress.glob("train-*.json")]
     before = identities(finished)
     assert command(monkeypatch, *words) == 0

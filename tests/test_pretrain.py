@@ -14,6 +14,7 @@ import pytest
 import yaml
 from launcher import ROOT, SMALL, Launched, launch
 from launches import STEPS
+from pool import HANG_S
 
 from fullshard.__main__ import _check
 from fullshard.config import OptimConfig
@@ -140,7 +141,7 @@ def test_without_accelerate_launch_nothing_runs(tmp_path: Path, command: list[st
         env=clean,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert result.returncode != 0
@@ -159,7 +160,11 @@ def test_wandb_without_a_key_is_offline_one_run_and_exits(tmp_path: Path) -> Non
     assert f"wandb leet {folder}" in lines[0]
     assert f"wandb sync {folder}" in lines[0]
     shown = subprocess.run(
-        [Path(sys.executable).parent / "wandb", "leet", "inspect", "--json", folder], capture_output=True, text=True, timeout=60, check=True
+        [Path(sys.executable).parent / "wandb", "leet", "inspect", "--json", folder],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=True,
     )
     for value in (launched.metrics[1]["train/loss"], launched.metrics[2]["eval/loss"]):
         assert repr(value) in shown.stdout
@@ -176,7 +181,7 @@ def test_a_crash_ends_every_rank(tmp_path: Path) -> None:
         "    def broken(*args, **kwargs): raise ZeroDivisionError('broken on rank 1')\n"
         "    fullshard.optim.build_schedule = broken\n"
     )
-    launched = launch(tmp_path / "out", environment={"PYTHONPATH": str(site)}, train__max_steps=2, timeout=60)
+    launched = launch(tmp_path / "out", environment={"PYTHONPATH": str(site)}, train__max_steps=2)
     assert launched.returncode != 0
     assert "ZeroDivisionError: broken on rank 1" in launched.stderr
     left = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True, check=False).stdout.split()

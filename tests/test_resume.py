@@ -211,7 +211,7 @@ def test_nothing_whole_is_not_the_beginning(pool: Any, saved_run: Path, tmp_path
     shutil.copytree(saved_run, tmp_path / "run")
     for step in (2, 4, 6):
         damaged(tmp_path / "run", step, "flipped")
-    found = pool.run(finding, timeout=30, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path / "run", resume="auto", model=DROPOUT))
+    found = pool.run(finding, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path / "run", resume="auto", model=DROPOUT))
     newest = tmp_path / "run" / "checkpoints" / "step_00000006"
     expected = f"UserError: {newest} is damaged: __1_0.distcp: not what its checksum says; nothing older is whole; "
     assert found == [f"{expected}--checkpoint.resume never begins anew"] * 2
@@ -222,13 +222,13 @@ def test_a_named_checkpoint_that_is_damaged_stops(pool: Any, saved_run: Path, tm
     damaged(tmp_path / "run", 4, "flipped")
     folder = tmp_path / "run" / "checkpoints" / "step_00000004"
     recipe = recipe_for(tmp_path / "other", resume=str(folder), model=DROPOUT)
-    for said in pool.run(finding, timeout=30, config="fsdp_fp32.yaml", recipe=recipe):
+    for said in pool.run(finding, config="fsdp_fp32.yaml", recipe=recipe):
         assert said.startswith(f"UserError: {folder} is damaged: __1_0.distcp: not what its checksum says")
 
 
 def test_a_complete_run_has_nothing_to_do(pool: Any, saved_run: Path) -> None:
     """A loop that starts it again until it succeeds ends."""
-    found = pool.run(finding, timeout=30, config="fsdp_fp32.yaml", recipe=recipe_for(saved_run, resume="auto", model=DROPOUT))
+    found = pool.run(finding, config="fsdp_fp32.yaml", recipe=recipe_for(saved_run, resume="auto", model=DROPOUT))
     assert all(said.startswith("Complete: ") and "the run is complete" in said for said in found)
 
 
@@ -305,7 +305,7 @@ def test_a_save_that_fails_is_told_and_ends_or_does_not_end_the_run(
 ) -> None:
     """All ranks alike, at one step, though only rank 1 could not write; the checkpoint before is as it was."""
     recipe = with_checkpoint(recipe_for(tmp_path, every=2, model=DROPOUT), async_save=async_save, on_failure=on_failure)
-    results = pool.run(failing_saves, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, steps=(4,))
+    results = pool.run(failing_saves, config="fsdp_fp32.yaml", recipe=recipe, steps=(4,))
     line = f"{tmp_path / 'checkpoints' / 'step_00000004'}: cannot be saved: rank 1: [Errno 28] No space left on device"
     if on_failure == "stop":
         assert [result["error"] for result in results] == [line] * 2
@@ -339,7 +339,7 @@ def broken_saves(*, recipe: Recipe) -> dict[str, Any]:
 @pytest.mark.parametrize("environment", [{}, FULL])
 def test_a_disk_that_is_full_amid_a_record_is_one_line_too(pool: Any, tmp_path: Path, environment: dict[str, str]) -> None:
     recipe = with_checkpoint(recipe_for(tmp_path, every=2), on_failure="warn")
-    results = pool.run(broken_saves, config="fsdp_fp32.yaml", environment=environment, timeout=60, recipe=recipe)
+    results = pool.run(broken_saves, config="fsdp_fp32.yaml", environment=environment, recipe=recipe)
     line = f"{tmp_path / 'checkpoints' / 'step_00000004'}: cannot be saved: rank 1: [enforce fail at inline_container.cc:672]"
     assert [said for said in results[0]["said"] if said.startswith(line)]
     assert folders(tmp_path) == ["step_00000002", "step_00000006"]
@@ -360,7 +360,7 @@ def forgotten(*, recipe: Recipe) -> dict[str, Any]:
 
 def test_a_manifest_that_lacks_a_file_of_the_index_is_not_written(pool: Any, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"RuntimeError: .*the index has .* written are"):
-        pool.run(forgotten, config="fsdp_fp32.yaml", timeout=60, recipe=recipe_for(tmp_path, every=2))
+        pool.run(forgotten, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path, every=2))
     assert folders(tmp_path) == []
 
 
@@ -422,7 +422,7 @@ def test_a_signal_on_one_rank_saves_the_step_that_is_done(
     """R18, R20: nobody else would save, and an evaluation is broken off. After the last step the run is done, and saved all the same."""
     recipe = with_train(recipe_for(tmp_path, every=0), max_steps=6)
     recipe = replace(recipe, evaluation=replace(recipe.evaluation, every=1, max_rows=4))
-    results = pool.run(asked_to_stop, config="fsdp_fp32.yaml", timeout=60, recipe=recipe, where=where, at=at)
+    results = pool.run(asked_to_stop, config="fsdp_fp32.yaml", recipe=recipe, where=where, at=at)
     folder = tmp_path / "checkpoints" / f"step_{step:08}"
     said = f"stopped after step {step} by SIGTERM; saved {folder}, continue with --checkpoint.resume auto"
     assert [result["error"] for result in results] == [said if step < 6 else None] * 2

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pool import HANG_S
 
 from fullshard import sharding
 from fullshard.errors import UserError
@@ -546,7 +547,7 @@ main()
 def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=HANG_S, check=False)
 
 
 def test_a_shipped_yaml_in_the_real_launcher(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ LAYERS = [
         "memory",
         "units",
         "communication",
+        "cpu_products",
     },
     {"accelerator", "metrics", "evaluate", "terminal", "checkpoint", "describe", "export"},
     {"run", "train"},

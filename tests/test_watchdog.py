@@ -14,6 +14,7 @@ import timeit
 from pathlib import Path
 
 import pytest
+from pool import HANG_S
 
 from fullshard.watchdog import HANG_EXIT_CODE, PHASES, Watchdog, blame, record_nccl
 
@@ -48,9 +49,9 @@ with Watchdog(output_dir={str(folder)!r}, rank={rank}, world_size={len(bodies)},
     return ranks
 
 
-def ended(process: subprocess.Popen[str], *, within_s: float) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        _, err = process.communicate(timeout=within_s)
+        _, err = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     return process.returncode, err
@@ -58,11 +59,11 @@ def ended(process: subprocess.Popen[str], *, within_s: float) -> tuple[int, str]
 
 def test_a_rank_that_is_stuck_leaves_its_stacks(tmp_path):
     (process,) = started(tmp_path, 'watchdog.phase("backward", step=7); stuck_in_a_function()')
-    code, err = ended(process, within_s=30)
+    code, err = ended(process)
     assert code == HANG_EXIT_CODE
-    assert re.fullmatch(rf"error: no progress for \d s: rank 0 is in backward of step 7 for \d s; stacks are in {tmp_path}/hang/1\n", err)
+    assert re.fullmatch(rf"error: no progress for \d+ s: rank 0 is in backward of step 7 for \d+ s; stacks are in {tmp_path}/hang/1\n", err)
     first, *rest = (tmp_path / "hang" / "1" / "rank_00000.txt").read_text().splitlines()
-    main = re.fullmatch(r"rank 0: backward of step 7, for \d s; main thread (0x[0-9a-f]{16})", first)
+    main = re.fullmatch(r"rank 0: backward of step 7, for \d+ s; main thread (0x[0-9a-f]{16})", first)
     assert main is not None
     stacks = "\n".join(rest).split("\n\n")
     (stack,) = [stack for stack in stacks if stack.startswith(f"Thread {main[1]}")]
@@ -74,9 +75,9 @@ def test_progress_is_no_hang_and_a_longer_wait_can_be_announced(tmp_path):
     for step in range(1, 4):
         for phase in ("load", "forward", "backward"):
             watchdog.phase(phase, step=step); time.sleep(0.3)
-    watchdog.phase("load", step=4, extra_s=60); time.sleep(2)
+    watchdog.phase("load", step=4, extra_s=600); time.sleep(3)
 """
-    assert ended(*started(tmp_path, body.strip()), within_s=30) == (0, "")
+    assert ended(*started(tmp_path, body.strip(), timeout_s=2)) == (0, "")
     beat = json.loads((tmp_path / "heartbeat" / "rank_00000.json").read_text())
     assert set(beat) == {"rank", "pid", "host", "step", "phase", "seconds", "time", "hang"}
     assert not (tmp_path / "hang").exists()
@@ -93,7 +94,7 @@ def test_a_stopped_rank_ends_the_run_and_every_rank_has_a_file(tmp_path, stopped
         time.sleep(0.02)
     ranks[stopped].send_signal(signal.SIGSTOP)
     try:
-        results = [ended(ranks[rank], within_s=30) for rank in range(3) if rank != stopped]
+        results = [ended(ranks[rank]) for rank in range(3) if rank != stopped]
     finally:
         ranks[stopped].kill()
         ranks[stopped].wait()
@@ -101,7 +102,7 @@ def test_a_stopped_rank_ends_the_run_and_every_rank_has_a_file(tmp_path, stopped
     (line,) = [err for _, err in results if err]  # One rank tells it.
     first = min({0, 1, 2} - {stopped})
     silent = rf"rank {stopped} did not answer \(last heartbeat \d+ s ago in forward of step 1\)"
-    assert re.match(rf"error: no progress for \d s: {silent}, rank {first} is in forward of step 1 for \d s; stacks are in ", line), line
+    assert re.match(rf"error: no progress for \d+ s: {silent}, rank {first} is in forward of step 1 for \d+ s; stacks are in ", line), line
     files = {path.name: path.read_text() for path in (tmp_path / "hang" / "1").iterdir()}
     assert sorted(files) == [f"rank_0000{rank}.txt" for rank in range(3)]
     assert not (tmp_path / "heartbeat" / "rank_00003.json").exists()
@@ -118,12 +119,12 @@ def test_all_ranks_write_their_stacks_when_one_is_behind(tmp_path):
         'watchdog.phase("load", step=9, extra_s=60); stuck_in_a_function()',
     )
     waiting, slow = started(tmp_path, *bodies, timeout_s=1, more="module.AFTER_S = 1")
-    code, err = ended(waiting, within_s=30)
+    code, err = ended(waiting)
     assert code == HANG_EXIT_CODE
     assert re.match(
-        r"error: no progress for \d s: rank 1 is in load of step 9 for \d s, rank 0 is in backward of step 9 for \d s; stacks", err
+        r"error: no progress for \d+ s: rank 1 is in load of step 9 for \d+ s, rank 0 is in backward of step 9 for \d+ s; stacks", err
     )
-    assert ended(slow, within_s=30) == (HANG_EXIT_CODE, "")
+    assert ended(slow) == (HANG_EXIT_CODE, "")
     assert all("stuck_in_a_function" in (tmp_path / "hang" / "1" / f"rank_0000{rank}.txt").read_text() for rank in range(2))
 
 
@@ -135,7 +136,7 @@ def test_a_stopped_rank_does_not_use_the_time_that_a_read_may_take(tmp_path):
     waiting, stopped = started(tmp_path, *[f"{WAITS} stuck_in_a_function()"] * 2, timeout_s=0.6, more=short)
     stopped.send_signal(signal.SIGSTOP)
     try:
-        code, err = ended(waiting, within_s=30)
+        code, err = ended(waiting)
     finally:
         stopped.kill()
         stopped.wait()
@@ -144,50 +145,53 @@ def test_a_stopped_rank_does_not_use_the_time_that_a_read_may_take(tmp_path):
 
 
 def test_ranks_that_wait_for_a_read_are_left_alone(tmp_path):
-    ranks = started(tmp_path, *[f"{WAITS} time.sleep(3)"] * 2, timeout_s=0.6, more="module.HEARTBEAT_S = 0.1")
-    assert [ended(process, within_s=30) for process in ranks] == [(0, "")] * 2
+    ranks = started(tmp_path, *[f"{WAITS} time.sleep(3)"] * 2, timeout_s=2, more="module.HEARTBEAT_S = 0.1")
+    assert [ended(process) for process in ranks] == [(0, "")] * 2
 
 
 def test_files_of_an_earlier_hang_stay_and_do_not_fire(tmp_path):
     for _ in range(2):
-        assert ended(*started(tmp_path, "stuck_in_a_function()", timeout_s=0.4), within_s=30)[0] == HANG_EXIT_CODE
-    assert ended(*started(tmp_path, "time.sleep(1)", timeout_s=2), within_s=30) == (0, "")
+        assert ended(*started(tmp_path, "stuck_in_a_function()", timeout_s=0.4))[0] == HANG_EXIT_CODE
+    assert ended(*started(tmp_path, "time.sleep(1)", timeout_s=10)) == (0, "")
     assert sorted(path.name for path in (tmp_path / "hang").iterdir()) == ["1", "2"]
 
 
 def test_a_rank_that_was_stopped_goes_on(tmp_path):
     """Its own time stood still; whoever waited for it has ended the run, or nobody did."""
-    (process,) = started(tmp_path, "for _ in range(8): time.sleep(0.1)", timeout_s=1.2)
+    (process,) = started(tmp_path, "for _ in range(8): time.sleep(0.1)", timeout_s=3)
     time.sleep(0.3)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(4)
     process.send_signal(signal.SIGCONT)
-    assert ended(process, within_s=30) == (0, "")
+    assert ended(process) == (0, "")
 
 
 def test_a_folder_that_cannot_be_written_fails_no_run_and_hides_no_hang(tmp_path):
     (tmp_path / "heartbeat").write_text("a file where a folder should be")
     (tmp_path / "hang").write_text("another")
-    assert ended(*started(tmp_path, "time.sleep(0.5)", timeout_s=5), within_s=30) == (0, "")
-    code, err = ended(*started(tmp_path, "stuck_in_a_function()", timeout_s=0.4), within_s=30)
+    assert ended(*started(tmp_path, "time.sleep(0.5)", timeout_s=10)) == (0, "")
+    code, err = ended(*started(tmp_path, "stuck_in_a_function()", timeout_s=0.4))
     assert code == HANG_EXIT_CODE
     assert "in stuck_in_a_function" in err
-    line = rf"error: no progress for \d s: rank 0 is in forward of step 1; its stacks are above: {tmp_path}/hang: .+"
+    line = rf"error: no progress for \d+ s: rank 0 is in forward of step 1; its stacks are above: {tmp_path}/hang: .+"
     assert re.fullmatch(line, err.splitlines()[-1])
     assert "Traceback" not in err
 
 
 def test_a_file_system_that_hangs_holds_nobody_up(tmp_path):
     hanging = "module.DUMP_S = module.ANSWER_S = module.AFTER_S = 0.3; Watchdog._report = lambda self, now: stuck_in_a_function()"
-    code, err = ended(*started(tmp_path, "stuck_in_a_function()", timeout_s=0.4, more=hanging), within_s=15)
+    code, err = ended(*started(tmp_path, "stuck_in_a_function()", timeout_s=0.4, more=hanging))
     assert code == HANG_EXIT_CODE
     assert "in stuck_in_a_function" in err
 
 
 def test_saying_what_is_done_costs_nothing(tmp_path):
-    """Called several times a step, each of which takes a millisecond at the least. 0.3 us here; the bound leaves room for a busy one."""
+    """Called several times a step, each of which takes a millisecond at the least. About 10 times as long as it takes to read the clock."""
     with Watchdog(output_dir=tmp_path, rank=0, world_size=1, timeout_s=60) as watchdog:
-        assert min(timeit.repeat(lambda: watchdog.phase("forward", step=7), number=10_000, repeat=9)) / 10_000 < 5e-6
+        says, reads = (
+            min(timeit.repeat(call, number=10_000, repeat=9)) for call in (lambda: watchdog.phase("forward", step=7), time.monotonic)
+        )
+    assert says < 100 * reads, "not a few lines of Python any more"
 
 
 @pytest.mark.parametrize(

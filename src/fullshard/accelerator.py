@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers import LlamaForCausalLM
 
 from fullshard.config import DEFAULT_SHARDING, ShardingConfig
+from fullshard.cpu_products import widen_products
 from fullshard.errors import UserError, first_line
 from fullshard.fsdp1 import flat_units, free_gathered, mark_flat_pieces
 from fullshard.memory import count_cpu_memory
@@ -109,13 +110,14 @@ def _engage_on_cpu(placement: Placement, *, timeout: timedelta) -> None:
     """Make Accelerate see a gloo process group where it would see none, and let FSDP run on it.
 
     FSDP is only considered for the MULTI_GPU type; DDP on the other hand refuses device ids on the CPU and needs MULTI_CPU.
-    The launcher gives each process one thread; they share all cores here.
+    The launcher gives each process one thread; they share all cores here. Products in a type that this CPU is slow at are widened.
     """
     if placement.offload_params:
         raise UserError("fsdp_config.fsdp_offload_params: true: needs a GPU to offload from; set it to false")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    widen_products(COMPUTE_DTYPE[placement.mixed_precision])
     count_cpu_memory()  # Before the model exists: what is older is not counted.
     state = PartialState(cpu=True, init_method=RENDEZVOUS, timeout=timeout)
     if placement.distributed_type == "FSDP" and state.distributed_type == DistributedType.MULTI_CPU:

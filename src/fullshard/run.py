@@ -17,9 +17,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fullshard import __version__
-from fullshard.accelerator import check_precision, on_main, precision_policies
+from fullshard.accelerator import COMPUTE_DTYPE, check_precision, on_main, precision_policies
 from fullshard.checkpoint import Resume
 from fullshard.config import Recipe, gradient_accumulation_steps, recipe_to_dict
+from fullshard.cpu_products import products_line
 from fullshard.estimate import communication_line, expected_memory, memory_line
 from fullshard.evaluate import complete
 from fullshard.export import describe_export, export_model
@@ -65,7 +66,9 @@ def start(
     # The others wait: what a rank writes there from here on is this run's.
     if kept := on_main(accelerator, lambda: _open_run_folder(output_dir, config=config, resume=resume)):
         terminal.say(f"files of the earlier run in {output_dir} are now in {kept}")
-    terminal.table("fullshard pretrain", _start_table(recipe=recipe, placement=placement, config=config, memory=memory, resume=resume))
+    products = products_line(COMPUTE_DTYPE[accelerator.mixed_precision], accelerator.device)
+    rows = _start_table(recipe=recipe, placement=placement, config=config, products=products, memory=memory, resume=resume)
+    terminal.table("fullshard pretrain", rows)
     notes = batches.notes() if batches is not None and accelerator.is_main_process else {}
     for line in [*resume.notes, *notes.values()]:
         terminal.say(line)
@@ -187,7 +190,7 @@ def set_aside(output_dir: Path, paths: Sequence[Path]) -> Path | None:
 
 
 def _start_table(
-    *, recipe: Recipe, placement: Placement, config: dict[str, Any], memory: Mapping[str, int], resume: Resume
+    *, recipe: Recipe, placement: Placement, config: dict[str, Any], products: str, memory: Mapping[str, int], resume: Resume
 ) -> list[tuple[str, str]]:
     """Name and value of what is derived from the two YAML files."""
     train, derived = recipe.train, config["derived"]
@@ -211,6 +214,7 @@ def _start_table(
         ("mesh", mesh),
         ("shards", derived["sharded"]),
         ("precision", ", ".join(f"{what} {dtype}" for what, dtype in config["precision"].items())),
+        ("matrix products", products),
         (
             "batch",
             f"{train.global_batch_size} rows = micro_batch_size {train.micro_batch_size} x {placement.num_processes} ranks"
