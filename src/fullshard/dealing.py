@@ -102,14 +102,14 @@ class _Document:
     size: int
     """Bytes of text, or tokens with the end-of-text."""
     fetch: Callable[[], Any]
-    """Its text; called for those alone that are sampled."""
+    """Its text, or None where it cannot be used; called for those alone that are sampled."""
 
 
 def _files_as_documents(source: Source, reading: Reading) -> list[list[_Document]]:
     """Of files that are a document each: their sizes are their texts'."""
 
     def fetched(file: File) -> Any:
-        return next((value for _, _, value in documents(whole(file), 0, reading, Tally())), "")
+        return next((value for _, _, value in documents(whole(file), 0, reading, Tally())), None)
 
     return [[_Document(0, file.size, functools.partial(fetched, file))] for file in source.files]
 
@@ -148,14 +148,21 @@ def _weigh_documents(files: list[list[_Document]], encode: Encode, end_of_text: 
     values = [document.fetch() for document in picked]
     tokens, deviation = sizes, 0.0
     if any(isinstance(value, str) for value in values):
-        found = _token_counts([value[:SAMPLED_CHARACTERS] for value in values], encode, end_of_text)
-        found = 1 + (found - 1) * [max(len(value) / SAMPLED_CHARACTERS, 1) for value in values]
-        picked_sizes = np.array([document.size for document in picked], dtype=np.float64)
-        rate = max((found - 1).sum(), 1) / max(picked_sizes.sum(), 1)
-        tokens, deviation = 1 + sizes * rate, _deviation(found - 1 - picked_sizes * rate)
+        usable = [value is not None for value in values]
+        picked_sizes = np.array([document.size for document in picked], dtype=np.float64)[usable]
+        values = [value for value in values if value is not None]
+        found = _token_counts([value[:SAMPLED_CHARACTERS] for value in values], encode, end_of_text) - 1
+        found *= [max(len(value) / SAMPLED_CHARACTERS, 1) for value in values]
+        rate = max(found.sum(), 1) / max(picked_sizes.sum(), 1)
+        tokens, deviation = 1 + sizes * rate, _deviation(found - picked_sizes * rate)
         rough = _missed_by_chance(deviation, documents=len(every), tokens=tokens.sum(), streams=streams) > MISSED / 2
         if rough and sizes.sum() <= TOKENIZED_BYTES:
-            tokens, deviation = _token_counts([document.fetch() for document in every], encode, end_of_text), 0.0
+            values = [document.fetch() for document in every]
+            usable = [value is not None for value in values]
+            tokens[usable] = _token_counts([value for value in values if value is not None], encode, end_of_text)
+            deviation = 0.0
+    elif every and every[0].fetch() is None:  # Texts of which none can be used: reading them tells.
+        tokens = 1 + sizes
     weighed, at = [], 0
     for file in files:
         own = tokens[at : at + len(file)]
