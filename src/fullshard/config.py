@@ -286,7 +286,7 @@ class CheckpointConfig:
     allow_changes: list[str] = field(default_factory=list)
     """Keys of the recipe, or sections, that may differ from what the checkpoint was saved with."""
     grace_seconds: PositiveFloat = 25.0
-    """Seconds after SIGTERM, SIGUSR1 or SIGINT in which the run saves and ends; what is not saved by then is given up."""
+    """Seconds after SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1 in which the run saves and ends; what is not saved by then is given up."""
     export: Literal["float32", "bfloat16", "float16", "never"] = "float32"
     """Type of the weights in the Hugging Face folder <output_dir>/model that the end of training writes."""
 
