@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,10 @@ def start(
     placement: str | Path = "fsdp.yaml",
     launcher: list[str] | None = None,
     environment: dict[str, str] | None = None,
+    stdin: Any = subprocess.DEVNULL,
     stdout: Any = subprocess.PIPE,
     stderr: Any = subprocess.PIPE,
+    preexec_fn: Callable[[], Any] | None = None,
     **overrides: Any,
 ) -> subprocess.Popen[str]:
     """overrides: `train__max_steps=3` for --train.max_steps 3. SMALL applies where nothing is said; None takes a key out of it."""
@@ -84,7 +87,8 @@ def start(
         stdout=stdout,
         stderr=stderr,
         text=True,
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
+        preexec_fn=preexec_fn,
     )
 
 

@@ -14,7 +14,20 @@ from fullshard.sharding import placement_from_yaml
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "files", "config", "parsing", "sharding", "manifest", "changes", "schedule", "preemption", "watchdog", "estimate"},
+    {
+        "standard_streams",
+        "errors",
+        "files",
+        "config",
+        "parsing",
+        "sharding",
+        "manifest",
+        "changes",
+        "schedule",
+        "preemption",
+        "watchdog",
+        "estimate",
+    },
     {
         "model",
         "sources",

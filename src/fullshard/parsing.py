@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import yaml
 
 from fullshard.config import Recipe, check_recipe, recipe_to_yaml
-from fullshard.errors import COMMAND_LINE, UserError, error_line, shown
+from fullshard.errors import COMMAND_LINE, UserError, check_printed, error_line, shown
 
 DEFAULT_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_llama3_debug.yaml"  # In a checkout: beside src/.
 
@@ -299,4 +299,5 @@ def _allowed(hint: Any) -> str:
 def _print_and_exit(text: str) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text.rstrip())
+    check_printed()
     raise SystemExit(0)
