@@ -40,15 +40,43 @@ KEYS = _keys(Recipe)
 SECTIONS = {key[: end.start()] for key in KEYS for end in re.finditer(r"\.", key)}
 
 
+class Misread(yaml.constructor.ConstructorError):
+    """What YAML would read in silence as something else than it says."""
+
+
 class StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that is written twice is an error: otherwise the later one wins in silence."""
+    """YAML in which a key that is written twice is an error (otherwise the later one wins in silence), and so is a number that YAML 1.1 takes
+    for another one than is written: 0100 is octal, 64, and 1:30 sexagesimal, 90."""
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()
+        self._check(node, "", ())
+        return None if node is None else self.construct_document(node)
+
+    def _check(self, node: yaml.Node | None, key: str, above: tuple[yaml.Node, ...]) -> None:
+        if node in above:
+            raise yaml.constructor.ConstructorError(problem="an anchor within itself", problem_mark=above[-1].start_mark)
+        match node:
+            case yaml.MappingNode():
+                for name, value in node.value:
+                    self._check(value, ".".join(filter(None, (key, str(name.value)))), (*above, node))
+            case yaml.SequenceNode():
+                for number, value in enumerate(node.value):
+                    self._check(value, f"{key}[{number}]", (*above, node))
+            case yaml.ScalarNode(tag="tag:yaml.org,2002:int" | "tag:yaml.org,2002:float", value=text):
+                digits = text.replace("_", "")
+                value = self.construct_object(node)
+                if ":" in digits or (digits.lstrip("+-").isdecimal() and int(digits) != value):
+                    decimal = value if ":" in digits else int(digits)
+                    problem = f"{key}: {text}: YAML reads it as {value}; write {decimal}, or put quotes around text"
+                    raise Misread(problem=problem, problem_mark=node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(problem=f"{key.value}: written twice", problem_mark=key.start_mark)
+                    raise Misread(problem=f"line {key.start_mark.line + 1}: {key.value}: written twice", problem_mark=key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -69,10 +97,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a YAML file: not UTF-8 text") from None
+    except Misread as error:
+        raise UserError(f"{path}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        what = error.problem or "not YAML"
-        raise UserError(f"{path}: {line}{what if what.endswith('written twice') else f'not YAML: {what}'}") from None
+        raise UserError(f"{path}: {line}not YAML: {error.problem or ''}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if tree is None:
@@ -247,6 +276,9 @@ def _typed_list(item_class: type, key: str, value: Any, source: str) -> list[Any
     if source == COMMAND_LINE:
         try:
             value = yaml.load(value, Loader=StrictLoader)
+        except Misread as error:
+            place = f"--{key}" if str(error.problem).startswith("[") else f"--{key}: "
+            raise UserError(f"{source}: {place}{error.problem}") from None
         except yaml.YAMLError:
             raise UserError(error_line(source, key, value, _allowed(KEYS[key]))) from None
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
