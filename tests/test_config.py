@@ -190,7 +190,8 @@ def test_command_line_wins_and_spellings_of_numbers(tmp_path: Path) -> None:
     # 1e-3 without a dot is text to YAML 1.1.
     # What both read alike: a leading 0 that changes nothing, what YAML 1.1 takes for text, a BOM, Windows' line ends.
     (tmp_path / "x.yaml").write_text(
-        "\ufefftrain: {max_steps: 1_000}\r\noptim: {learning_rate: 1e-3, warmup_steps: 5, weight_decay: .5, eps: 5E-4}\r\nmodel:\r\nseed: 07\r\n"
+        "\ufefftrain: {max_steps: 1_000}\r\noptim: {learning_rate: 1e-3, warmup_steps: 5, weight_decay: .5, eps: 5E-4}\r\n"
+        "model:\r\nseed: 07\r\n"
     )
     recipe = parse_recipe(["--config", str(tmp_path / "x.yaml"), "--optim.warmup_steps=7"])
     assert (recipe.train.max_steps, recipe.optim.learning_rate, recipe.optim.warmup_steps) == (1000, 1e-3, 7)

@@ -17,6 +17,7 @@ LAYERS = [
     {
         "standard_streams",
         "errors",
+        "paths",
         "files",
         "config",
         "parsing",

@@ -333,6 +333,18 @@ class Recipe:
     """Not a key of the recipe. Dotted key -> file or `command line` that set it; under "" the file, if any. For error messages."""
 
 
+# Keys that hold a path, or paths; in each source of data.mixture `path` and `data_files`. Other things may stand there too: names, URLs.
+PATH_KEYS = (
+    "output_dir",
+    "data.path",
+    "data.data_files",
+    "data.evaluation_files",
+    "data.evaluation_path",
+    "data.tokenizer",
+    "checkpoint.resume",
+)
+
+
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     """Plain nested values, in the order of the fields: what the recipe YAML would hold with every key written out."""
     tree = asdict(recipe)

@@ -13,14 +13,15 @@ import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fullshard.config import Recipe, check_recipe, recipe_to_yaml
+from fullshard.config import PATH_KEYS, Recipe, check_recipe, recipe_to_yaml
 from fullshard.errors import COMMAND_LINE, UserError, check_printed, error_line, shown
+from fullshard.paths import expanded, path_argument
 
 DEFAULT_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_llama3_debug.yaml"  # In a checkout: beside src/.
 
@@ -45,7 +46,7 @@ class Misread(yaml.constructor.ConstructorError):
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that is written twice is an error (otherwise the later one wins in silence), and so is a number that YAML 1.1 takes
+    """YAML in which a key that is written twice is an error: otherwise the later one wins in silence. So is a number that YAML 1.1 takes
     for another one than is written: 0100 is octal, 64, and 1:30 sexagesimal, 90."""
 
     def get_single_data(self) -> Any:
@@ -128,13 +129,34 @@ def parse_recipe(argv: Sequence[str] | None = None) -> Recipe:
     sources = {"": file} if file is not None else {}
     for key, value, source in [*written, *((key, value, COMMAND_LINE) for key, value in overrides)]:
         item = _item_class(KEYS[key])
-        values[key] = _typed_list(item, key, value, source) if item else _typed(parser, key, value, source)
+        typed = _typed_list(item, key, value, source) if item else _typed(parser, key, value, source)
+        values[key] = _with_paths(key, typed, source)
         sources[key] = source
     recipe = _build(Recipe, values, sources=sources)
     check_recipe(recipe)
     if "print_config" in switches:
         _print_and_exit(recipe_to_yaml(recipe))
     return recipe
+
+
+def _with_paths(key: str, value: Any, source: str) -> Any:
+    """The value of `key` with its paths as a shell would read them."""
+
+    def path(text: str, place: str = key) -> str:
+        try:
+            return expanded(text)
+        except ValueError as error:
+            raise UserError(error_line(source, place, text, str(error))) from None
+
+    if key == "data.mixture":
+        sources = []
+        for number, one in enumerate(value):
+            files = None if one.data_files is None else [path(name, f"{key}[{number}].data_files") for name in one.data_files]
+            sources.append(replace(one, path=path(one.path, f"{key}[{number}].path"), data_files=files))
+        return sources
+    if key not in PATH_KEYS or value is None:
+        return value
+    return [path(name) for name in value] if isinstance(value, list) else path(value)
 
 
 def _read_command_line(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], set[str]]:
@@ -160,7 +182,7 @@ def _read_command_line(argv: Sequence[str]) -> tuple[str | None, list[tuple[str,
         if key == "config":
             if file is not None:
                 raise UserError(f"{COMMAND_LINE}: --config: {value}: given twice")
-            file = value
+            file = str(path_argument(value))
         else:
             overrides.append((key, value))
     return file, overrides, switches
