@@ -108,6 +108,13 @@ def test_commands_take_them_too(home: Path) -> None:
     assert fullshard("tokenize", "--output=$NOTHING/x") == "error: command line: $NOTHING/x: $NOTHING is not set\n"
 
 
+def test_a_working_folder_that_is_gone_is_one_line() -> None:
+    command = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m fullshard check"
+    result = subprocess.run(command, shell=True, text=True, capture_output=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: working folder: it is there no more, and relative paths mean nothing; cd to one that is there\n"
+
+
 # Each a name that is a pattern too, which does not match itself.
 @pytest.mark.parametrize("name", ["[a-b]", "a?[!a]", "ü ö", "-x", "a*[b]"])
 def test_what_is_there_under_a_name_is_found_literally(name: str, tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:
         code = 0
         try:
             try:
+                _check_working_folder()
                 main()
                 check_printed()
             except UserError as error:
@@ -106,6 +107,13 @@ def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:
             os._exit(code)
 
     return wrapper
+
+
+def _check_working_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("working folder: it is there no more, and relative paths mean nothing; cd to one that is there") from None
 
 
 def check_printed() -> None:
