@@ -54,8 +54,12 @@ class _Descriptor(io.FileIO):
 def protect_standard_streams() -> None:
     """Put such streams in the place of sys.stdout and sys.stderr, and /dev/null where one of the three descriptors is closed.
 
-    The next file or socket that is opened would get its number, and what a library prints would be written into it.
+    The next file or socket that is opened would get its number, and what a library prints would be written into it. COLUMNS=0, which
+    terminals without a size leave, is taken for unset: rich would print nothing.
     """
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name) == "0":
+            del os.environ[name]
     for descriptor in (0, 1, 2):
         if not _is_open(descriptor):
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest number that is free.
