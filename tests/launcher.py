@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,15 +64,13 @@ def start(
     placement: str | Path = "fsdp.yaml",
     launcher: list[str] | None = None,
     environment: dict[str, str] | None = None,
+    stdin: Any = subprocess.DEVNULL,
     stdout: Any = subprocess.PIPE,
     stderr: Any = subprocess.PIPE,
-    open_files: int | None = None,
+    preexec_fn: Callable[[], Any] | None = None,
     **overrides: Any,
 ) -> subprocess.Popen[str]:
-    """overrides: `train__max_steps=3` for --train.max_steps 3. SMALL applies where nothing is said; None takes a key out of it.
-
-    open_files: what `ulimit -n` says to the launcher and its ranks.
-    """
+    """overrides: `train__max_steps=3` for --train.max_steps 3. SMALL applies where nothing is said; None takes a key out of it."""
     values = SMALL | {key.replace("__", "."): value for key, value in overrides.items()}
     values.setdefault("output_dir", output_dir)
     command = [
@@ -91,8 +88,8 @@ def start(
         stdout=stdout,
         stderr=stderr,
         text=True,
-        stdin=subprocess.DEVNULL,
-        preexec_fn=open_files and functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (open_files, open_files)),
+        stdin=stdin,
+        preexec_fn=preexec_fn,
     )
 
 

@@ -65,6 +65,24 @@ WRONG_FILES = [
     ("seed: 0\nseed: 1", "line 2: seed: written twice"),
     ("train:\n  max_steps: 1\n  max_steps: 2", "line 3: max_steps: written twice"),
     ("train:\n\tmax_steps: 1", "line 2: not YAML: found character '\\t' that cannot start any token"),
+    # Numbers that YAML 1.1 turns into others.
+    ("train: {max_steps: 0100}", "train.max_steps: 0100: YAML reads it as 64; write 100, or put quotes around text"),
+    ("seed: 0042", "seed: 0042: YAML reads it as 34; write 42, or put quotes around text"),
+    ("seed: +0_10", "seed: +0_10: YAML reads it as 8; write 10, or put quotes around text"),
+    ("optim: {weight_decay: -0100}", "optim.weight_decay: -0100: YAML reads it as -64; write -100, or put quotes around text"),
+    ("train: {max_steps: 1:30}", "train.max_steps: 1:30: YAML reads it as 90; write 90, or put quotes around text"),
+    ("train: {max_time: 1:30.5}", "train.max_time: 1:30.5: YAML reads it as 90.5; write 90.5, or put quotes around text"),
+    ('train: {max_steps: !!int "0100"}', "train.max_steps: 0100: YAML reads it as 64; write 100, or put quotes around text"),
+    ("data: {name: 0100}", "data.name: 0100: YAML reads it as 64; write 100, or put quotes around text"),
+    ("data: {data_files: [a, 0100]}", "data.data_files[1]: 0100: YAML reads it as 64; write 100, or put quotes around text"),
+    ("data: {mixture: [{path: a, weight: 010}]}", "data.mixture[0].weight: 010: YAML reads it as 8; write 10, or put quotes around text"),
+    ("data: {name: no}", "data.name: false: must be text (put quotes around it) or null"),
+    ("data: {name: 2024-01-01}", 'data.name: "2024-01-01": must be text (put quotes around it) or null'),
+    ("train: {max_steps: 0o10}", "train.max_steps: 0o10: must be an integer > 0"),
+    ("train: {max_steps: 1e3}", "train.max_steps: 1e3: must be an integer > 0"),
+    ("output_dir: ~", "output_dir: null: must be text (put quotes around it)"),
+    ("? [a]\n: b", "line 1: not YAML: found unhashable key"),
+    ("data: {data_files: &a [*a]}", "line 1: not YAML: an anchor within itself"),
     ("- train", 'top level is ["train"]: must be `key: value` lines'),
     # Values that contradict each other.
     ("model: {num_attention_heads: 3, num_key_value_heads: 3}", "model.num_attention_heads: 3: must divide model.hidden_size, 256"),
@@ -98,6 +116,8 @@ WRONG_COMMANDS = [
     (["--train.max_step", "3"], "command line: --train.max_step: unknown key; did you mean train.max_steps?"),
     (["--max_steps=3"], "command line: --max_steps: unknown key; did you mean train.max_steps?"),
     (["--every", "3"], "command line: --every: unknown key; did you mean evaluation.every or checkpoint.every or logging.every?"),
+    (["--data.mixture", "[{path: a, weight: 010}]"], "command line: --data.mixture[0].weight: 010: YAML reads it as 8; write 10"),
+    (["--data.mixture", "[{path: a, path: b}]"], "command line: --data.mixture: line 1: path: written twice"),
     (["--conf", "x.yaml"], "command line: --conf: unknown key; the recipe has output_dir, seed, model, data, train"),
     (["--train", "x.yaml"], "command line: --train: a section; write --train.max_steps value"),
     (["--train.max_steps", "-3"], "command line: --train.max_steps: -3: must be an integer > 0"),
@@ -169,9 +189,15 @@ def test_printed_recipe_parses_back_to_itself(tmp_path: Path, capsys: pytest.Cap
 
 def test_command_line_wins_and_spellings_of_numbers(tmp_path: Path) -> None:
     # 1e-3 without a dot is text to YAML 1.1.
-    (tmp_path / "x.yaml").write_text("train: {max_steps: 1_000}\noptim: {learning_rate: 1e-3, warmup_steps: 5}\nmodel:\n")
+    # What both read alike: a leading 0 that changes nothing, what YAML 1.1 takes for text, a BOM, Windows' line ends.
+    (tmp_path / "x.yaml").write_text(
+        "\ufefftrain: {max_steps: 1_000}\r\noptim: {learning_rate: 1e-3, warmup_steps: 5, weight_decay: .5, eps: 5E-4}\r\n"
+        "model:\r\nseed: 07\r\n"
+    )
     recipe = parse_recipe(["--config", str(tmp_path / "x.yaml"), "--optim.warmup_steps=7"])
     assert (recipe.train.max_steps, recipe.optim.learning_rate, recipe.optim.warmup_steps) == (1000, 1e-3, 7)
+    assert (recipe.seed, recipe.optim.weight_decay, recipe.optim.eps) == (7, 0.5, 5e-4)
+    assert parse_recipe(["--seed", "0042", "--train.max_steps", "0100"]).train.max_steps == 100  # No YAML there.
     assert recipe.sources["optim.warmup_steps"] == "command line"
 
 

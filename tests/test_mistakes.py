@@ -56,6 +56,10 @@ MISTAKES = {
         "{tmp}/a.yaml: fsdp_config.fsdp_reshard_after_fwd: unknown key; did you mean fsdp_reshard_after_forward?",
         accelerate=FSDP.replace("fsdp_reshard_after_forward", "fsdp_reshard_after_fwd"),
     ),
+    "a number that YAML takes for another one": Mistake(
+        "{tmp}/a.yaml: fsdp_config.fsdp_min_num_params: 010: YAML reads it as 8; write 10, or put quotes around text",
+        accelerate=f"{FSDP}  fsdp_min_num_params: 010\n",
+    ),
     "units of a size that no part of a layer has": Mistake(
         "fsdp_config.fsdp_min_num_params: 100000000: no part of a layer has so many, a layer has ",
         launcher=("--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),

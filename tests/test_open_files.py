@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,18 @@ def options(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def allow_files(count: int) -> Callable[[], None]:
+    """What `ulimit -n` says to the launcher and its ranks."""
+    return functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (count, count))
+
+
 def test_a_limit_that_is_too_low_is_named_and_what_is_named_is_enough(tmp_path: Path) -> None:
-    refused = launch(tmp_path / "refused", open_files=100, **options(tmp_path))
+    refused = launch(tmp_path / "refused", preexec_fn=allow_files(100), **options(tmp_path))
     assert refused.returncode != 0
     kept = "a process keeps 32 files open for its 32 streams, too many for its limit of 100 open files"
     needed = re.search(rf"^error: data\.num_streams: 64: {kept}; raise it to (\d+) \(ulimit -Hn\), lower data", refused.stderr, re.M)
     assert needed is not None, refused.stderr
     assert not (tmp_path / "refused" / "metrics.jsonl").exists()
-    run = launch(tmp_path / "run", open_files=int(needed[1]), **options(tmp_path)).check()
+    run = launch(tmp_path / "run", preexec_fn=allow_files(int(needed[1])), **options(tmp_path)).check()
     assert [path.name for path in sorted((run.output_dir / "checkpoints").iterdir())] == ["step_00000001", "step_00000002"]
     assert (run.output_dir / "model" / "model.safetensors").is_file()

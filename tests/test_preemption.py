@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import os
 import signal
 import subprocess
@@ -14,6 +16,8 @@ import pytest
 
 from fullshard.preemption import MAX_TIME, STOP_SIGNALS, StopRequested, cause_name, stop_signals
 
+# What torch's agent passes on to the ranks (LaunchConfig.signals_to_handle), and SIGUSR1, which a batch system sends to them.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # The main thread where no Python runs again: a C mutex that it locks twice. ctypes lets the other threads run.
 STUCK = "import ctypes; mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock; lock(mutex); lock(mutex)"
 
@@ -55,17 +59,35 @@ def gone(pid: int, *, within_s: float = 5.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("signum", STOP_SIGNALS)
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_is_told_and_raises_nothing(signum):
-    before = [signal.getsignal(one) for one in STOP_SIGNALS]
+    before = [signal.getsignal(one) for one in SIGNALS]
     with stop_signals(grace_seconds=60, max_time=None) as stop:
         assert stop.requested() == 0
         os.kill(os.getpid(), signum)
         time.sleep(0.01)
         assert cause_name(stop.requested()) == signum.name
-    assert [signal.getsignal(one) for one in STOP_SIGNALS] == before
+    assert [signal.getsignal(one) for one in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert "stop_signals" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_signals_are_those_of_the_agent():
+    from torch.distributed.launcher.api import LaunchConfig
+
+    names = inspect.signature(LaunchConfig).parameters["signals_to_handle"].default.split(",")
+    assert set(STOP_SIGNALS) == set(SIGNALS) == {signal.Signals[name] for name in names} | {signal.SIGUSR1}
+
+
+def test_the_launcher_can_be_told_to_leave_sighup_alone(monkeypatch):
+    """As README says; `accelerate launch` has no option for it."""
+    from accelerate.utils.launch import _filter_args
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    parser = get_args_parser()
+    torchrun = _filter_args(argparse.Namespace(num_processes=2), parser, ["--nproc_per_node", "2", "script.py"])
+    assert config_from_args(torchrun)[0].signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
 
 
 def test_a_signal_breaks_off_a_wait_once_and_nothing_else():
@@ -152,7 +174,9 @@ with stop_signals(grace_seconds=60, max_time=None) as stop:
     assert ended(process, within_s=3) == (130, "", line)
 
 
-def test_sigterm_twice_is_sigterm():
+# What a closed terminal sends, and more than once, is never a second Ctrl-C: not even after a first one.
+@pytest.mark.parametrize("signums", [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGINT", "SIGHUP", "SIGQUIT")])
+def test_other_signals_may_come_twice(signums):
     process = started(
         """
 preemption.SAME_S = 0.1
@@ -162,10 +186,25 @@ with stop_signals(grace_seconds=60, max_time=None) as stop:
 print(cause_name(stop.requested()))
 """
     )
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
+    for signum in signums:
+        process.send_signal(signal.Signals[signum])
         time.sleep(0.2)
-    assert ended(process) == (0, "SIGTERM\n", "")
+    assert ended(process) == (0, f"{signums[0]}\n", "")
+
+
+def test_nohup_is_respected():
+    """Where the launcher leaves SIGHUP alone, or there is none."""
+    process = started(
+        """
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does.
+with stop_signals(grace_seconds=60, max_time=None) as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(0.1)
+    print("ready", flush=True)
+print(stop.requested(), signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
+"""
+    )
+    assert ended(process) == (0, "0 True\n", "")
 
 
 def test_a_rank_without_launcher_stops(tmp_path):
@@ -216,7 +255,7 @@ def test_r19_signals_of_the_group_are_not_the_workers():
     """The rank asks it to leave afterwards, and it does, though it is in C code as one that reads."""
     process = started(WORKERS.format(work=STUCK, leaves=True, then="time.sleep(0.5); print(stop.requested(), worker.is_alive())"))
     worker = worker_of(process)
-    for signum in STOP_SIGNALS:
+    for signum in SIGNALS:
         os.killpg(process.pid, signum)
     code, out, err = ended(process)  # At its end multiprocessing terminates the worker and waits for it.
     assert (code, out.split()[1], err) == (0, "True", "")
@@ -227,7 +266,7 @@ def test_r19_signals_of_the_group_are_not_the_workers():
 def test_r19_what_a_worker_is_sent_is_not_the_ranks(leaves):
     process = started(WORKERS.format(work="time.sleep(1)", leaves=leaves, then="worker.join(); print(stop.requested(), worker.exitcode)"))
     worker = worker_of(process)
-    for signum in STOP_SIGNALS:
+    for signum in SIGNALS:
         os.kill(worker, signum)
     assert ended(process) == (0, "0 0\n", "")
 

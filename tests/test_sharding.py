@@ -38,6 +38,12 @@ def fsdp(**keys: object) -> str:
 BASE = fsdp()
 # (content of x.yaml, the line without "x.yaml: ")
 WRONG = [
+    # The launcher itself would start 8 processes.
+    ("distributed_type: FSDP\nnum_processes: 010", "num_processes: 010: YAML reads it as 8; write 10, or put quotes around text"),
+    (
+        "distributed_type: FSDP\nfsdp_config: {fsdp_min_num_params: 1:30}",
+        "fsdp_config.fsdp_min_num_params: 1:30: YAML reads it as 90; write 90, or put quotes around text",
+    ),
     ("num_processes: 2", "distributed_type: missing: must be one of FSDP, MULTI_GPU, NO"),
     (BASE + "mixed_precison: bf16", "mixed_precison: unknown key; did you mean mixed_precision?"),
     (BASE + "mixed_precision: no", "mixed_precision: false: an unquoted no is a boolean in YAML; write mixed_precision: 'no'"),

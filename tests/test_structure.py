@@ -14,7 +14,21 @@ from fullshard.sharding import placement_from_yaml
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "files", "config", "parsing", "sharding", "manifest", "changes", "schedule", "preemption", "watchdog", "estimate"},
+    {
+        "standard_streams",
+        "errors",
+        "paths",
+        "files",
+        "config",
+        "parsing",
+        "sharding",
+        "manifest",
+        "changes",
+        "schedule",
+        "preemption",
+        "watchdog",
+        "estimate",
+    },
     {
         "model",
         "sources",

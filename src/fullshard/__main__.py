@@ -18,6 +18,7 @@ from fullshard.errors import COMMAND_LINE, UserError, one_line_errors
 from fullshard.estimate import communication_line, expected_memory, memory_line
 from fullshard.manifest import verify
 from fullshard.parsing import DEFAULT_RECIPE, parse_recipe
+from fullshard.paths import path_argument
 from fullshard.sharding import check_sharding, placement_from_yaml
 
 RECIPE = "[--config RECIPE] [--section.key value ...]"
@@ -72,7 +73,9 @@ def main() -> None:
 def _check(argv: list[str]) -> None:
     parser = _Parser("check")
     default = Path(os.path.relpath(DEFAULT_RECIPE.parents[1] / "accelerate_configs" / "fsdp.yaml"))
-    parser.add_argument("--accelerate_config", type=Path, default=default, metavar="FILE", help="accelerate YAML (default: %(default)s)")
+    parser.add_argument(
+        "--accelerate_config", type=path_argument, default=default, metavar="FILE", help="accelerate YAML (default: %(default)s)"
+    )
     parser.add_argument("--num_processes", type=int, metavar="N", help="as of accelerate launch: wins over the YAML's")
     parser.add_argument("--quiet", action="store_true", help="print mistakes only")
     arguments, rest = parser.parse_known_args(argv)
@@ -100,7 +103,9 @@ def _check(argv: list[str]) -> None:
 def _tokenize(argv: list[str]) -> None:
     parser = _Parser("tokenize")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the dataset; a new one, or one to go on with")
+    parser.add_argument(
+        "--output", type=path_argument, required=True, metavar="DIR", help="folder of the dataset; a new one, or one to go on with"
+    )
     parser.add_argument("--num_workers", type=int, default=cores, metavar="N", help="processes (default: one a core, here %(default)s)")
     parser.add_argument("--shard_tokens", type=int, default=2**25, metavar="N", help="about so many tokens a file (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
@@ -108,7 +113,7 @@ def _tokenize(argv: list[str]) -> None:
     _at_least(1, arguments, "shard_tokens")
     recipe = parse_recipe(rest)
     try:
-        check_output_dir(replace(recipe, output_dir=arguments.output, sources={"output_dir": COMMAND_LINE}))
+        check_output_dir(replace(recipe, output_dir=str(arguments.output), sources={"output_dir": COMMAND_LINE}))
     except UserError as error:
         raise UserError(str(error).replace("--output_dir", "--output")) from None
 
@@ -121,7 +126,7 @@ def _tokenize(argv: list[str]) -> None:
 
     manifest = tokenize(
         data=recipe.data,
-        output=Path(arguments.output),
+        output=arguments.output,
         num_workers=arguments.num_workers,
         shard_tokens=arguments.shard_tokens,
         console=Console(),
@@ -130,7 +135,7 @@ def _tokenize(argv: list[str]) -> None:
         skipped = f", {total['bad_rows']:,} bad rows skipped" if total["bad_rows"] else ""
         sizes = f"{total['tokens']:,} tokens, {total['shards']:,} files, {total['bytes'] / 1e6:,.1f} MB"
         print(f"{arguments.output}: {split}: {total['documents']:,} documents, {sizes}{skipped}")
-    keys = {"path": arguments.output, "tokens_column": COLUMN}
+    keys = {"path": str(arguments.output), "tokens_column": COLUMN}
     if "validation" in manifest["totals"]:
         keys["evaluation_split"] = "validation"
     if recipe.data.tokenizer != type(recipe.data)().tokenizer:
@@ -153,7 +158,7 @@ def _data(argv: list[str]) -> None:
 
 def _verify(argv: list[str]) -> None:
     parser = _Parser("verify")
-    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, its checkpoints folder, or one checkpoint")
+    parser.add_argument("path", type=path_argument, metavar="PATH", help="folder of a run, its checkpoints folder, or one checkpoint")
     parser.add_argument("--hashes", action="store_true", help="read every byte and check it against the checksums")
     arguments = parser.parse_args(argv)
     verdicts = verify(arguments.path, hashes=arguments.hashes)
@@ -165,10 +170,12 @@ def _verify(argv: list[str]) -> None:
 
 def _export(argv: list[str]) -> None:
     parser = _Parser("export")
-    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a run, or one of its checkpoints")
+    parser.add_argument("path", type=path_argument, metavar="PATH", help="folder of a run, or one of its checkpoints")
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="type of the weights (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder, an older export there is replaced (default: model/ in the run)")
+    parser.add_argument(
+        "--output", type=path_argument, metavar="DIR", help="folder, an older export there is replaced (default: model/ in the run)"
+    )
     arguments = parser.parse_args(argv)
 
     from fullshard.export import describe_export, export_checkpoint, exportable

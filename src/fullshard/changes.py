@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fullshard.config import Recipe, SourceConfig, flat, recipe_to_dict
+from fullshard.config import PATH_KEYS, Recipe, SourceConfig, flat, recipe_to_dict
 from fullshard.errors import UserError, shown
+from fullshard.paths import expanded
 from fullshard.schedule import learning_rate_factor
 
 COMPARED = (
@@ -116,8 +117,21 @@ def schedule_steps(
 
 
 def _comparable(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value, as JSON gives it back: tuples are lists. Each source of a mixture has all its keys."""
+    """Dotted key -> value, as JSON gives it back: tuples are lists. Each source of a mixture has all its keys, and paths are expanded: an
+    older fullshard has saved them as they were written."""
     leaves = flat(json.loads(json.dumps(tree)))
     default = asdict(SourceConfig())
-    leaves["data.mixture"] = [default | source for source in leaves.get("data.mixture", [])]
-    return leaves
+    leaves["data.mixture"] = [
+        default | source | {key: _expanded(source[key]) for key in ("path", "data_files") if key in source}
+        for source in leaves.get("data.mixture", [])
+    ]
+    return leaves | {key: _expanded(leaves[key]) for key in PATH_KEYS if key in leaves}
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    try:
+        return expanded(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

@@ -288,7 +288,7 @@ class CheckpointConfig:
     allow_changes: list[str] = field(default_factory=list)
     """Keys of the recipe, or sections, that may differ from what the checkpoint was saved with."""
     grace_seconds: PositiveFloat = 25.0
-    """Seconds after SIGTERM, SIGUSR1 or SIGINT in which the run saves and ends; what is not saved by then is given up."""
+    """Seconds after SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1 in which the run saves and ends; what is not saved by then is given up."""
     export: Literal["float32", "bfloat16", "float16", "never"] = "float32"
     """Type of the weights in the Hugging Face folder <output_dir>/model that the end of training writes."""
 
@@ -333,6 +333,18 @@ class Recipe:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Not a key of the recipe. Dotted key -> file or `command line` that set it; under "" the file, if any. For error messages."""
+
+
+# Keys that hold a path, or paths; in each source of data.mixture `path` and `data_files`. Other things may stand there too: names, URLs.
+PATH_KEYS = (
+    "output_dir",
+    "data.path",
+    "data.data_files",
+    "data.evaluation_files",
+    "data.evaluation_path",
+    "data.tokenizer",
+    "checkpoint.resume",
+)
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:

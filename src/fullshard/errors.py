@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fullshard.standard_streams import lost_for_want_of_space, protect_standard_streams
+
 COMMAND_LINE = "command line"
 
 
@@ -77,7 +79,7 @@ def stop(error: UserError, *, wait_s: float = 5.0) -> NoReturn:
 
 
 def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorator of a main(): a user's mistake ends in `stop`, not in a traceback.
+    """Decorator of a main(): a user's mistake ends in `stop`, not in a traceback; what stdout or stderr cannot take ends nothing.
 
     A rank leaves without taking the interpreter down: a worker thread of gloo's that wants the GIL at that moment aborts the process, and a
     run that succeeded would end with exit code -6 (seen once in some 80 launches).
@@ -85,10 +87,13 @@ def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapper() -> None:
+        protect_standard_streams()
         code = 0
         try:
             try:
+                _check_working_folder()
                 main()
+                check_printed()
             except UserError as error:
                 stop(error)
         except SystemExit as ended:
@@ -102,6 +107,19 @@ def one_line_errors(main: Callable[[], None]) -> Callable[[], None]:
             os._exit(code)
 
     return wrapper
+
+
+def _check_working_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("working folder: it is there no more, and relative paths mean nothing; cd to one that is there") from None
+
+
+def check_printed() -> None:
+    """Raises UserError where a full disk has taken no more of what a command printed: half a file is no recipe."""
+    if (reason := lost_for_want_of_space()) is not None:
+        raise UserError(f"stdout: cannot be written: {reason}")
 
 
 @contextlib.contextmanager

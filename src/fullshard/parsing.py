@@ -13,14 +13,15 @@ import re
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fullshard.config import Recipe, check_recipe, recipe_to_yaml
-from fullshard.errors import COMMAND_LINE, UserError, error_line, shown
+from fullshard.config import PATH_KEYS, Recipe, check_recipe, recipe_to_yaml
+from fullshard.errors import COMMAND_LINE, UserError, check_printed, error_line, shown
+from fullshard.paths import expanded, path_argument
 
 DEFAULT_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_llama3_debug.yaml"  # In a checkout: beside src/.
 
@@ -40,15 +41,43 @@ KEYS = _keys(Recipe)
 SECTIONS = {key[: end.start()] for key in KEYS for end in re.finditer(r"\.", key)}
 
 
+class Misread(yaml.constructor.ConstructorError):
+    """What YAML would read in silence as something else than it says."""
+
+
 class StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that is written twice is an error: otherwise the later one wins in silence."""
+    """YAML in which a key that is written twice is an error: otherwise the later one wins in silence. So is a number that YAML 1.1 takes
+    for another one than is written: 0100 is octal, 64, and 1:30 sexagesimal, 90."""
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()
+        self._check(node, "", ())
+        return None if node is None else self.construct_document(node)
+
+    def _check(self, node: yaml.Node | None, key: str, above: tuple[yaml.Node, ...]) -> None:
+        if node in above:
+            raise yaml.constructor.ConstructorError(problem="an anchor within itself", problem_mark=above[-1].start_mark)
+        match node:
+            case yaml.MappingNode():
+                for name, value in node.value:
+                    self._check(value, ".".join(filter(None, (key, str(name.value)))), (*above, node))
+            case yaml.SequenceNode():
+                for number, value in enumerate(node.value):
+                    self._check(value, f"{key}[{number}]", (*above, node))
+            case yaml.ScalarNode(tag="tag:yaml.org,2002:int" | "tag:yaml.org,2002:float", value=text):
+                digits = text.replace("_", "")
+                value = self.construct_object(node)
+                if ":" in digits or (digits.lstrip("+-").isdecimal() and int(digits) != value):
+                    decimal = value if ":" in digits else int(digits)
+                    problem = f"{key}: {text}: YAML reads it as {value}; write {decimal}, or put quotes around text"
+                    raise Misread(problem=problem, problem_mark=node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(problem=f"{key.value}: written twice", problem_mark=key.start_mark)
+                    raise Misread(problem=f"line {key.start_mark.line + 1}: {key.value}: written twice", problem_mark=key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -69,10 +98,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a YAML file: not UTF-8 text") from None
+    except Misread as error:
+        raise UserError(f"{path}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        what = error.problem or "not YAML"
-        raise UserError(f"{path}: {line}{what if what.endswith('written twice') else f'not YAML: {what}'}") from None
+        raise UserError(f"{path}: {line}not YAML: {error.problem or ''}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if tree is None:
@@ -99,13 +129,34 @@ def parse_recipe(argv: Sequence[str] | None = None) -> Recipe:
     sources = {"": file} if file is not None else {}
     for key, value, source in [*written, *((key, value, COMMAND_LINE) for key, value in overrides)]:
         item = _item_class(KEYS[key])
-        values[key] = _typed_list(item, key, value, source) if item else _typed(parser, key, value, source)
+        typed = _typed_list(item, key, value, source) if item else _typed(parser, key, value, source)
+        values[key] = _with_paths(key, typed, source)
         sources[key] = source
     recipe = _build(Recipe, values, sources=sources)
     check_recipe(recipe)
     if "print_config" in switches:
         _print_and_exit(recipe_to_yaml(recipe))
     return recipe
+
+
+def _with_paths(key: str, value: Any, source: str) -> Any:
+    """The value of `key` with its paths as a shell would read them."""
+
+    def path(text: str, place: str = key) -> str:
+        try:
+            return expanded(text)
+        except ValueError as error:
+            raise UserError(error_line(source, place, text, str(error))) from None
+
+    if key == "data.mixture":
+        sources = []
+        for number, one in enumerate(value):
+            files = None if one.data_files is None else [path(name, f"{key}[{number}].data_files") for name in one.data_files]
+            sources.append(replace(one, path=path(one.path, f"{key}[{number}].path"), data_files=files))
+        return sources
+    if key not in PATH_KEYS or value is None:
+        return value
+    return [path(name) for name in value] if isinstance(value, list) else path(value)
 
 
 def _read_command_line(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], set[str]]:
@@ -131,7 +182,7 @@ def _read_command_line(argv: Sequence[str]) -> tuple[str | None, list[tuple[str,
         if key == "config":
             if file is not None:
                 raise UserError(f"{COMMAND_LINE}: --config: {value}: given twice")
-            file = value
+            file = str(path_argument(value))
         else:
             overrides.append((key, value))
     return file, overrides, switches
@@ -247,6 +298,9 @@ def _typed_list(item_class: type, key: str, value: Any, source: str) -> list[Any
     if source == COMMAND_LINE:
         try:
             value = yaml.load(value, Loader=StrictLoader)
+        except Misread as error:
+            place = f"--{key}" if str(error.problem).startswith("[") else f"--{key}: "
+            raise UserError(f"{source}: {place}{error.problem}") from None
         except yaml.YAMLError:
             raise UserError(error_line(source, key, value, _allowed(KEYS[key]))) from None
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -299,4 +353,5 @@ def _allowed(hint: Any) -> str:
 def _print_and_exit(text: str) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text.rstrip())
+    check_printed()
     raise SystemExit(0)

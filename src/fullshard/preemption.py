@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGUSR1 or SIGINT on any rank, or train.max_time. The loop saves and leaves; what takes too long is left.
+"""Being asked to stop: by one of STOP_SIGNALS on any rank, or by train.max_time. The loop saves and leaves; what takes too long is left.
 
 What torch's elastic agent does, which `accelerate launch` of several processes is (torch 2.13):
 
@@ -6,7 +6,10 @@ What torch's elastic agent does, which `accelerate launch` of several processes 
   to the process group of each rank, loader workers included, waits 30 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT) and kills what is left.
 - A second Ctrl-C interrupts that wait: the ranks get SIGTERM, and 30 s more. So SIGINT followed by SIGTERM is a second Ctrl-C here. A
   third one ends the agent while ranks may still be there.
-- SIGUSR1 it does not handle and dies of at once, unless TORCHELASTIC_SIGNALS_TO_HANDLE names it too. Ranks whose agent is gone get SIGTERM
+- A closed terminal sends SIGHUP, often twice: the shell's and the kernel's. The agent takes it under nohup too, unless it is told not to by
+  PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT; only then do the ranks see that it is ignored. (TORCHELASTIC_SIGNALS_TO_HANDLE is
+  overwritten by that or by the default.)
+- SIGUSR1 it does not handle and dies of at once, unless PET_SIGNALS_TO_HANDLE names it too. Ranks whose agent is gone get SIGTERM
   from the kernel here: they save and leave, where they would train on with nobody to start them again.
 - One rank that exits with another code than 0 ends the others: SIGTERM, 30 s, SIGKILL. With --max_restarts it starts all of them again,
   even if they were asked to stop, unless it got the signal itself. max_time counts from the agent's start: it stays over then.
@@ -35,7 +38,8 @@ import psutil
 
 from fullshard.errors import Preempted
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Those that the agent passes on, and SIGUSR1, which a batch system sends to the ranks.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # Codes of causes that are no signal's number; the largest of all ranks is the one that is shown.
 MAX_TIME, ORPHANED = 100, 101
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells give it.
@@ -118,7 +122,7 @@ class Stop:
                     continue
                 self._code = self._code or self._cause(signum)
                 leave_s = min(leave_s, now_s + self._grace_seconds)
-                if signum != signal.SIGUSR1 and now_s - interrupted_s > SAME_S:
+                if signum in (signal.SIGINT, signal.SIGTERM) and now_s - interrupted_s > SAME_S:
                     # The terminal's reaches all ranks: one says it.
                     line = f"stopped at once by a second SIGINT; {self._lost()}" if os.environ.get("LOCAL_RANK", "0") == "0" else ""
                     leave(line, code=INTERRUPTED_EXIT_CODE)
@@ -138,7 +142,9 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_signals(*, grace_seconds: float, max_time: float | None) -> Iterator[Stop]:
-    """Inside, SIGTERM, SIGUSR1 and SIGINT make `requested` tell; they end nothing. In the main thread only (ValueError in another).
+    """Inside, STOP_SIGNALS make `requested` tell; they end nothing. In the main thread only (ValueError in another).
+
+    SIGHUP is left alone where it is ignored: under nohup the run goes on.
 
     grace_seconds: after the first signal the process is given this long; then it says what is not saved and leaves with exit code 75
     (Preempted's), whatever the main thread is doing. A second SIGINT does so at once, with 130. Neither follows max_time, after which
@@ -146,7 +152,8 @@ def stop_signals(*, grace_seconds: float, max_time: float | None) -> Iterator[St
     """
     stop = Stop(grace_seconds=grace_seconds, max_time=max_time)
     thread = threading.Thread(target=stop._watch, name="stop_signals", daemon=True)
-    handlers = {signum: signal.signal(signum, stop._handle) for signum in STOP_SIGNALS}
+    heard = [signum for signum in STOP_SIGNALS if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN]
+    handlers = {signum: signal.signal(signum, stop._handle) for signum in heard}
     # Written by the C handler: the thread hears of a signal also while the main thread is in C code that does not come back.
     wakeup = signal.set_wakeup_fd(stop._writer.fileno(), warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=stop._forget)
@@ -202,7 +209,7 @@ def leave_with_parent() -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    for signum in (signal.SIGINT, signal.SIGUSR1):
+    for signum in set(STOP_SIGNALS) - {signal.SIGTERM}:
         signal.signal(signum, signal.SIG_IGN)
     # A handler is not told who sent it; a thread that waits for it is. Threads that the libraries start from here on inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

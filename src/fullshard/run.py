@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -230,7 +231,7 @@ def _start_table(
             f"every {every} steps, and the last" if (every := recipe.checkpoint.every) else "where it is stopped (checkpoint.every is 0)",
         ),
         (weights, f"hash {digest}" if digest else "not hashed"),
-        ("output", recipe.output_dir),
+        ("output", os.path.abspath(recipe.output_dir)),
     ]
 
 

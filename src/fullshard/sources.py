@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -258,7 +259,7 @@ def _resolve(source: SourceConfig, *, path_key: str, split_key: str) -> tuple[st
     key = f"data.{path_key}"
     if not Path(source.path).exists() and not ask_hub(source.path, repo_type="dataset", key=key, revision=source.revision):
         raise UserError(f"{key}: {source.path}: not found; no such folder here and the Hub cannot be reached")
-    with one_line(f"{key}: {source.path}"):
+    with one_line(f"{key}: {source.path}"), _literal_base_path():
         try:
             builder: Any = datasets.load_dataset_builder(source.path, source.name, revision=source.revision, data_files=source.data_files)
         except ValueError as error:  # Its first line names no configuration to choose.
@@ -277,6 +278,19 @@ def _resolve(source: SourceConfig, *, path_key: str, split_key: str) -> tuple[st
     # Once each: a link to a file is the file.
     urls = {_identity(str(url)): str(url) for url in reversed(splits[source.split])}
     return type(builder).__module__.rpartition(".")[2], list(reversed(urls.values())), options
+
+
+@contextlib.contextmanager
+def _literal_base_path() -> Iterator[None]:
+    """`datasets` makes one glob of a local folder and the pattern in it, and does not find a folder named [a]."""
+    from datasets import data_files
+
+    join = data_files.xjoin
+    data_files.xjoin = lambda folder, *parts: join(folder if "://" in folder else glob.escape(folder), *parts)
+    try:
+        yield
+    finally:
+        data_files.xjoin = join
 
 
 def _saved_to_disk(folder: Path) -> list[str]:
@@ -298,11 +312,17 @@ def _local_files(key: str, patterns: list[str], builder: str) -> list[Path]:
             files = sorted(entry for entry in path.rglob("*") if entry.is_file() and not _is_hidden(entry.relative_to(path)))
             files = [file for file in files if _has_ending(file, builder)] or files
         else:
-            files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+            files = [path] if path.is_file() else sorted(map(Path, glob.glob(_literal_folder(path), recursive=True)))
         if not files:
             raise UserError(f"data.{key}: {pattern}: no such file")
         found |= {file.resolve(): file for file in files if file.is_file() and file.resolve() not in found}
     return list(found.values())
+
+
+def _literal_folder(pattern: Path) -> str:
+    """The glob in which the folder that is there is no pattern, though it may be named [a]."""
+    folder = next((parent for parent in pattern.parents if parent.is_dir()), Path())
+    return str(Path(glob.escape(str(folder))) / pattern.relative_to(folder))
 
 
 def _is_hidden(path: Path) -> bool:
