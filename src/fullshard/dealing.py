@@ -195,6 +195,8 @@ class _Sample:
     text_bytes: int
     stored_bytes: float | None
     """What these documents take of the file as it is stored, or as it is when decompressed; None where that is unknown."""
+    exhausted: bool
+    """Whether these are all documents of their part of the file."""
 
 
 def _estimate(source: Source, reading: Reading, encode: Encode, end_of_text: int) -> Weights:
@@ -221,6 +223,8 @@ def _estimate(source: Source, reading: Reading, encode: Encode, end_of_text: int
             tokens = shape.sizes * (rate or pooled.per_text or 0.25)
         if shape.edges is None and file.skip:  # What is held out is read over.
             tokens = tokens - file.skip * rates.per_document
+        if (lines or shape.edges is None) and len(own) == len(shape.sizes):  # Each sample is of one segment.
+            tokens = np.array([sample.tokens.sum() if sample.exhausted else part for sample, part in zip(own, tokens, strict=True)])
         tokens = np.maximum(tokens, 1.0)
         text = float(tokens.sum() / rates.per_text) if rates.per_text else float(tokens.sum())
         files.append(FileTokens(tokens, shape.edges, each_document=False, text_bytes=text))
@@ -264,13 +268,13 @@ def _sample(file: File, reading: Reading, encode: Encode, end_of_text: int) -> l
             first, last = first if held else cursor, after
             held.append(value)
             characters += len(value)
-            if characters >= FILE_CHARACTERS // places:
+            if characters >= FILE_CHARACTERS // places and after is not None:
                 break
         encoded = tokenized([unplaced(held)], encode=encode, end_of_text=end_of_text)
         tokens = np.array([len(ids) for _, _, ids, _ in encoded], dtype=np.float64)
         text = sum(len(value.encode()) if isinstance(value, str) else len(value) for value in held)
         stored = float(last - first) if last is not None and kind in ("lines", "compressed lines") else None
-        samples.append(_Sample(tokens, text, stored))
+        samples.append(_Sample(tokens, text, stored, exhausted=last is None))
     return samples
 
 
