@@ -155,7 +155,7 @@ def _weigh_documents(files: list[list[_Document]], encode: Encode, end_of_text: 
         found *= [max(len(value) / SAMPLED_CHARACTERS, 1) for value in values]
         rate = max(found.sum(), 1) / max(picked_sizes.sum(), 1)
         tokens, deviation = 1 + sizes * rate, _deviation(found - picked_sizes * rate)
-        rough = _missed_by_chance(deviation, documents=len(every), tokens=tokens.sum(), streams=streams) > MISSED / 2
+        rough = _missed_by_chance(deviation, documents=len(every), tokens=tokens.sum(), streams=streams) > 0.75 * MISSED
         if rough and sizes.sum() <= TOKENIZED_BYTES:
             values = [document.fetch() for document in every]
             usable = [value is not None for value in values]
