@@ -47,7 +47,11 @@ class FakeBatches:
         return torch.stack([torch.randint(0, 131, (33,), generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
     def position(self) -> dict[str, Any]:
-        return {"rows": self.rows, "streams": {str(s): place for s, place in self.places.items()}, "order": {}}
+        streams = {str(s): place for s, place in self.places.items()}
+        return {"rows": self.rows, "streams": streams, "dealt": dict.fromkeys(streams, []), "read": streams, "order": {}}
+
+    def epochs(self) -> tuple[float, float]:
+        return 0.5 + self.rank, 1.5 + self.rank
 
     def counts(self) -> dict[str, int]:
         return {"retries": self.rank + 1, "bad_rows": 10 * self.rank}
@@ -175,7 +179,8 @@ def test_saving_changes_nothing(pool: Any, straight: Any, tmp_path: Path) -> Non
 def test_position_and_step_are_plain_json(straight: Any) -> None:
     state = json.loads((straight[0] / "checkpoints" / "step_00000003" / "state.json").read_text())
     assert state["step"] == 3
-    assert state["position"] == {"rows": 24, "streams": {str(s): 3 for s in range(STREAMS)}, "order": {}}
+    places = {str(s): 3 for s in range(STREAMS)}
+    assert state["position"] == {"rows": 24, "streams": places, "dealt": dict.fromkeys(places, []), "read": places, "order": {}}
     assert (state["recipe"]["seed"], state["num_processes"], state["tokens_seen"]) == (7, 2, 24 * 32)
 
 
@@ -359,7 +364,8 @@ def test_a_lost_source_ends_in_a_checkpoint_and_one_line(
     expected = f"data.path: here: rank {lost_ranks[0]} gets nothing any more; saved {folder}, continue with --checkpoint.resume auto"
     assert [result["error"] for result in results] == [expected] * world_size
     state = json.loads((folder / "state.json").read_text())
-    assert state["position"] == {"rows": 24, "streams": {str(s): 3 for s in range(STREAMS)}, "order": {}}
+    places = {str(s): 3 for s in range(STREAMS)}
+    assert state["position"] == {"rows": 24, "streams": places, "dealt": dict.fromkeys(places, []), "read": places, "order": {}}
     pool.run(run_steps, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path, resume="auto"))
     assert column(tmp_path, "train/loss") == pytest.approx(column(straight[0], "train/loss"), abs=1e-6)
 
@@ -375,6 +381,8 @@ def test_counts_and_notes_are_those_of_all_ranks(straight: Any) -> None:
     output_dir, result = straight
     assert set(column(output_dir, "data/retries")) == {3}
     assert set(column(output_dir, "data/bad_rows")) == {10}
+    assert set(column(output_dir, "data/epochs_min")) == {0.5}
+    assert set(column(output_dir, "data/epochs_max")) == {2.5}
     # What they have to say about the same thing is said once.
     assert [line for line in result["said"] if "note" in line] == ["of rank 0, a note", "a note of rank 0", "a note of rank 1"]
 

@@ -49,7 +49,7 @@ def test_log_keys_are_those_promised(run: Run) -> None:
     always = {f"train/{key}" for key in ("loss", "grad_norm", "learning_rate", "tokens_seen", "bad_steps", "rollbacks")}
     always |= {f"throughput/{key}" for key in ("tokens_per_second", "step_time_s", "data_wait_pct")}
     kinds = ("allocated", "peak_allocated", "reserved", "host_rss", "parameters", "gradients", "optimizer", "activations", "predicted_peak")
-    always |= {f"memory/{kind}_gib" for kind in kinds} | {"data/retries", "data/bad_rows"}
+    always |= {f"memory/{kind}_gib" for kind in kinds} | {f"data/{key}" for key in ("retries", "bad_rows", "epochs_min", "epochs_max")}
     metrics = run("fsdp").metrics
     assert all(set(line) == always | {"step"} for line in metrics[:-1])
     assert set(metrics[-1]) == always | {"step", "eval/loss", "eval/perplexity"}
