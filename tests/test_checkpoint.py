@@ -48,7 +48,7 @@ class FakeBatches:
 
     def position(self) -> dict[str, Any]:
         streams = {str(s): place for s, place in self.places.items()}
-        return {"rows": self.rows, "streams": streams, "dealt": dict.fromkeys(streams, []), "read": streams, "order": {}}
+        return {"rows": self.rows, "streams": streams, "dealt": {key: [] for key in streams}, "read": streams, "order": {}}
 
     def epochs(self) -> tuple[float, float]:
         return 0.5 + self.rank, 1.5 + self.rank
@@ -180,7 +180,7 @@ def test_position_and_step_are_plain_json(straight: Any) -> None:
     state = json.loads((straight[0] / "checkpoints" / "step_00000003" / "state.json").read_text())
     assert state["step"] == 3
     places = {str(s): 3 for s in range(STREAMS)}
-    assert state["position"] == {"rows": 24, "streams": places, "dealt": dict.fromkeys(places, []), "read": places, "order": {}}
+    assert state["position"] == {"rows": 24, "streams": places, "dealt": {key: [] for key in places}, "read": places, "order": {}}
     assert (state["recipe"]["seed"], state["num_processes"], state["tokens_seen"]) == (7, 2, 24 * 32)
 
 
@@ -365,7 +365,7 @@ def test_a_lost_source_ends_in_a_checkpoint_and_one_line(
     assert [result["error"] for result in results] == [expected] * world_size
     state = json.loads((folder / "state.json").read_text())
     places = {str(s): 3 for s in range(STREAMS)}
-    assert state["position"] == {"rows": 24, "streams": places, "dealt": dict.fromkeys(places, []), "read": places, "order": {}}
+    assert state["position"] == {"rows": 24, "streams": places, "dealt": {key: [] for key in places}, "read": places, "order": {}}
     pool.run(run_steps, config="fsdp_fp32.yaml", recipe=recipe_for(tmp_path, resume="auto"))
     assert column(tmp_path, "train/loss") == pytest.approx(column(straight[0], "train/loss"), abs=1e-6)
 
