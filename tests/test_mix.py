@@ -6,8 +6,10 @@ Whatever the format, the sizes of the files, what else they hold, how they are c
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,14 +22,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launcher import launch
+from rich.console import Console
 from test_stream import BATCH, TOKENIZER, Leg, Ran, compress, ids_of, ranks, run, small
 
 from fullshard import dealing
-from fullshard.config import DataConfig, SourceConfig
+from fullshard.config import DataConfig, EvaluationConfig, Recipe, SourceConfig, TrainConfig
 from fullshard.data import weighed
 from fullshard.dealing import deal
+from fullshard.describe import describe
 from fullshard.errors import UserError
 from fullshard.sources import list_corpus
+from fullshard.terminal import Terminal
 
 
 def text_of(generator: random.Random, words: int) -> str:
@@ -281,6 +286,25 @@ def test_streams_that_are_too_small_are_told_with_numbers(tmp_path):
     fewer = int(line.split("data.num_streams: ")[1].split()[0])
     (calm,) = ranks(replace(data, num_streams=fewer))
     assert not [note for note in calm.notes() if "shares" in note]
+
+
+def test_fullshard_data_shows_text_shares_and_passes_of_each_file(tmp_path):
+    """One pass of the source is one of each file."""
+    generator = random.Random(0)
+    files = [[text_of(generator, 40) for _ in range(count)] for count in (990, 10)]
+    data = small(write(tmp_path / "data", "lines.gz", files, blob=[0, 0]), num_streams=4, sequence_length=64, log_documents=False)
+    steps = round(sum(lengths_of(data).values()) / 65 / 8)
+    recipe = Recipe(data=data, train=TrainConfig(max_steps=steps, global_batch_size=8), evaluation=EvaluationConfig(max_rows=0))
+    out = io.StringIO()
+    describe(recipe, rows=0, terminal=Terminal(main_process=True, console=Console(file=out)))
+    for name, share in (("0.jsonl.gz", 99), ("1.jsonl.gz", 1)):
+        found = re.search(
+            rf"^  {name}: ~[\d.]+ MB of text, ([\d.]+)% of the tokens, ([\d.]+)% of those that are read, ~([\d.]+) passes$",
+            out.getvalue(),
+            re.M,
+        )
+        assert found is not None, out.getvalue()
+        assert [float(value) for value in found.groups()] == pytest.approx([share, share, 1], abs=0.15)
 
 
 def test_a_checkpoint_that_was_dealt_by_stored_bytes_is_refused(tmp_path):
