@@ -135,7 +135,7 @@ class Saves:
             optimizer=self.optimizer,
             bad_steps=self.bad_steps,
             step=self.number,
-            position={"rows": 0, "streams": {str(self.accelerator.process_index): [0, 0, 0, 0, 0]}, "order": {}},
+            position={"rows": 0, "streams": {str(self.accelerator.process_index): [0, 0, 0, 0, 0]}, "dealt": {}, "read": {}, "order": {}},
             values={"skipped_rows": 0, "rollbacks": 0, "wandb_id": None, "tokens_seen": 0},
         )
         return self.longest(time.perf_counter() - start)

@@ -399,7 +399,7 @@ def saving(recipe: Recipe, parts: dict[str, Any]) -> Any:
     def save(step: int) -> None:
         values = {"tokens_seen": 0, "rollbacks": 0, "wandb_id": None}
         state = {name: parts[name] for name in ("model", "optimizer", "bad_steps")}
-        saver.save(**state, step=step, position={"rows": step, "streams": {}, "order": {}}, values=values)
+        saver.save(**state, step=step, position={"rows": step, "streams": {}, "dealt": {}, "read": {}, "order": {}}, values=values)
         saver.finish()
 
     return save

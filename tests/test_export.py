@@ -59,7 +59,7 @@ def save(recipe: Recipe, *, accelerator: Any, model: Any, optimizer: Any) -> Non
     resume = Resume(schedule_steps=recipe.train.max_steps)
     saver = Saver(recipe=recipe, placement=placement_from_environment(), accelerator=accelerator, resume=resume)
     bad_steps = BadSteps(spike_factor=None, device=accelerator.device)
-    position = {"rows": 0, "streams": {}, "order": {}}
+    position = {"rows": 0, "streams": {}, "dealt": {}, "read": {}, "order": {}}
     saver.save(model=model, optimizer=optimizer, bad_steps=bad_steps, step=2, position=position, values={})
     saver.finish()
 
