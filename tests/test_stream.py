@@ -5,6 +5,7 @@ Ranks are simulated in this process, one Batches each; a stop is a position that
 
 from __future__ import annotations
 
+import errno
 import functools
 import gzip
 import itertools
@@ -964,6 +965,15 @@ def test_no_access_is_no_bad_row(tmp_path, monkeypatch, error):
     monkeypatch.setattr(readers, "_parquet", denied)
     with pytest.raises(UserError, match=r"\.parquet: \w+Error: [^\n]+$"):
         ranks(data)
+
+
+def test_too_many_open_files_names_the_limit_and_the_key(tmp_path, monkeypatch):
+    def refused(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(readers, "_parquet", refused)
+    with pytest.raises(UserError, match=r"\.parquet: [^\n]+; this process may have \d+ open \(ulimit -n\)[^\n]+ data\.num_streams$"):
+        ranks(small(numbered(tmp_path, files=4, documents=40)))
 
 
 def test_a_source_that_is_seldom_chosen_is_looked_into_at_the_start(tmp_path):

@@ -8,11 +8,13 @@ values.
 from __future__ import annotations
 
 import bisect
+import errno
 import functools
 import io
 import itertools
 import json
 import os
+import resource
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -166,7 +168,7 @@ def documents(piece: Piece, cursor: int, reading: Reading, tally: Tally) -> Iter
             if is_transient(error):
                 raise UserError(f"{url}: lost after {reading.max_retries} retries: {reason(error)}") from error
             if not _is_damage(error):  # No access, no such file, nothing installed to open it: no row's fault.
-                raise UserError(f"{url}: {reason(error)}") from error
+                raise UserError(f"{url}: {reason(error)}{_too_many_files(error)}") from error
             if not reading.skip_bad_rows:
                 raise UserError(f"{url}: {first_line(error)}; set data.on_bad_row: skip to leave out the rest of it") from error
             tally.bad_rows += 1
@@ -187,6 +189,13 @@ def documents(piece: Piece, cursor: int, reading: Reading, tally: Tally) -> Iter
             if after is None:
                 return
             cursor = after
+
+
+def _too_many_files(error: Exception) -> str:
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"; this process may have {limit} open (ulimit -n), a stream keeps one: raise it or lower data.num_streams"
 
 
 def _is_damage(error: Exception) -> bool:
