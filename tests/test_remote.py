@@ -14,7 +14,7 @@ from launcher import ROOT, launch
 from server import Server, sometimes
 
 from fullshard.config import DataConfig
-from fullshard.data import Batches, train_batches
+from fullshard.data import Batches, train_batches, weighed
 from fullshard.errors import UserError
 from fullshard.sources import list_corpus
 from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
@@ -88,7 +88,7 @@ def logged(folder: Path) -> dict[int, list[Any]]:
     return {line["row"]: line["documents"] for line in lines}
 
 
-def test_a_server_that_dies_ends_in_a_checkpoint_and_the_run_goes_on_from_it(tmp_path):
+def test_a_server_that_dies_ends_in_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tokenizer):
     """The documents and the losses of both parts together are those of a run that was not stopped. The second part runs at one process and
     reads from another address."""
     folder = tmp_path / "served"
@@ -111,11 +111,17 @@ def test_a_server_that_dies_ends_in_a_checkpoint_and_the_run_goes_on_from_it(tmp
     def files(server: Server) -> str:
         return json.dumps([f"{server.url}/{number}.parquet" for number in range(6)])
 
+    def read_from(server: Server) -> DataConfig:
+        return DataConfig(path="parquet", data_files=json.loads(files(server)), evaluation_documents=8, num_streams=4)
+
     straight, broken = tmp_path / "straight", tmp_path / "broken"
+    with Server(folder) as server:  # Before the run a small source is read once.
+        weighed(list_corpus(data := read_from(server), held_out=False), data=data, tokenizer=tokenizer)
+        before = server.total_gets
     with Server(folder) as server:
         whole = launch(straight, data__data_files=files(server), **settings).check()
         gets = server.total_gets
-    with Server(folder, die_after_gets=gets * 3 // 4) as server:
+    with Server(folder, die_after_gets=before + (gets - before) * 3 // 4) as server:
         first = launch(broken, data__data_files=files(server), **settings)
     assert first.returncode != 0
     lines = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
