@@ -14,6 +14,29 @@ for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
 
+# Minutes each on two slow cores. The others prove an installation (`make test`); these are `make test-slow`.
+SLOW = {
+    *("test_bad_steps", "test_campaign", "test_communication", "test_export", "test_fsdp1", "test_memory", "test_mistakes", "test_mix"),
+    *(
+        "test_open_files",
+        "test_parity",
+        "test_preemption",
+        "test_prepare",
+        "test_remote",
+        "test_resume",
+        "test_server",
+        "test_sharded_memory",
+    ),
+    *("test_sharding", "test_signals", "test_stream", "test_terminal_lost", "test_train_step", "test_units", "test_watchdog"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[GlooPool]:
     pool = GlooPool()
