@@ -16,7 +16,19 @@ for name in ("NO_PROXY", "no_proxy"):
 
 # Minutes each on two slow cores. The others prove an installation (`make test`); these are `make test-slow`.
 SLOW = {
-    *("test_bad_steps", "test_campaign", "test_communication", "test_export", "test_fsdp1", "test_memory", "test_mistakes", "test_mix"),
+    *(
+        "test_bad_steps",
+        "test_benchmarks",
+        "test_campaign",
+        "test_communication",
+        "test_cpu_products",
+        "test_document_mask",
+        "test_export",
+        "test_fsdp1",
+        "test_memory",
+        "test_mistakes",
+        "test_mix",
+    ),
     *(
         "test_open_files",
         "test_parity",
