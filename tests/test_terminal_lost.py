@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from launcher import ROOT, Launched, finished, start
+from pool import HANG_S
 
 STEPS = 6
 
@@ -28,7 +29,7 @@ STEPS = 6
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`$python` is this interpreter."""
     env = {**os.environ, "python": sys.executable, "PYTHONUNBUFFERED": "", **environment}
-    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, text=True, capture_output=True, timeout=120, check=False)
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, text=True, capture_output=True, timeout=HANG_S, check=False)
 
 
 # Each writes more than a pipe holds, after its reader has left.
@@ -109,7 +110,7 @@ print("read again", flush=True)
         taken = 0
         while select.select([process.stdout], [], [], 0)[0]:  # What the pipe holds.
             taken += len(os.read(process.stdout.fileno(), 2**16))
-        out, err = process.communicate("\n", timeout=60)
+        out, err = process.communicate("\n", timeout=HANG_S)
     assert (process.returncode, err) == (0, "")
     assert out.endswith("read again\n")
     assert taken + len(out) < 2000 * 100
