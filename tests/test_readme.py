@@ -88,6 +88,19 @@ def test_checkpoint_table_is_the_record_and_keeps_its_promises() -> None:
     assert record["without_checksums_over_save_state"] <= 1
 
 
+def test_precision_table_is_the_record_and_keeps_its_promises() -> None:
+    """A CPU that is slow at bf16 and fp16 takes at most 1.25 and 1.5 times as long a step as in fp32, eager and compiled."""
+    precision = benchmark("precision")
+    record = json.loads(precision.RECORD.read_text())
+    assert precision.table(record) in README
+    assert record["fast_products"] == []
+    for ratios in record["over_fp32"].values():
+        assert ratios["bf16"] <= 1.25
+        assert ratios["fp16"] <= 1.5
+    losses = record["losses"].values()
+    assert max(losses) - min(losses) < 2e-2
+
+
 def test_every_accelerate_config_has_one_row_and_every_row_a_file() -> None:
     table = (ROOT / "accelerate_configs" / "README.md").read_text()
     rows = re.findall(r"^\| `(\S+)` \|(?:[^|\n]+\|){5}$", table, re.M)
