@@ -83,14 +83,14 @@ def weigh(source: Source, reading: Reading, encode: Encode, end_of_text: int, *,
                 f"data.num_streams: {streams}: {source.name} has only {count} files, each one document; set it to at most {count}"
             )
         if not any(file.url.lower().endswith(COMPRESSED) for file in source.files):
-            return _weigh_documents(_files_as_documents(source, reading), encode, end_of_text, streams=streams)
+            return _weigh_documents(_files_as_documents(source, reading), encode, streams=streams)
     if sum(file.size for file in source.files) > COUNTED_BYTES:
         return _estimate(source, reading, encode, end_of_text)
     tally = Tally()
     found = _read_documents(source, reading, tally, end_of_text)
     if (count := sum(map(len, found))) < streams and not tally.bad_rows:
         raise UserError(no_document(f"{source.name}: stream {count} of {streams}", 1))
-    return _weigh_documents(found, encode, end_of_text, streams=streams)
+    return _weigh_documents(found, encode, streams=streams)
 
 
 # Every document is known -------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _of_files(function: Callable[[File], Any], files: Sequence[File]) -> list[An
         return list(threads.map(function, files))
 
 
-def _weigh_documents(files: list[list[_Document]], encode: Encode, end_of_text: int, *, streams: int) -> Weights:
+def _weigh_documents(files: list[list[_Document]], encode: Encode, *, streams: int) -> Weights:
     """Documents of known size: tokens by their bytes and a sample; by tokenizing all where that is too rough for so many streams."""
     every = [document for file in files for document in file]
     sizes = np.array([document.size for document in every], dtype=np.float64)
@@ -151,7 +151,7 @@ def _weigh_documents(files: list[list[_Document]], encode: Encode, end_of_text: 
         usable = [value is not None for value in values]
         picked_sizes = np.array([document.size for document in picked], dtype=np.float64)[usable]
         values = [value for value in values if value is not None]
-        found = _token_counts([value[:SAMPLED_CHARACTERS] for value in values], encode, end_of_text) - 1
+        found = _token_counts([value[:SAMPLED_CHARACTERS] for value in values], encode) - 1
         found *= [max(len(value) / SAMPLED_CHARACTERS, 1) for value in values]
         rate = max(found.sum(), 1) / max(picked_sizes.sum(), 1)
         tokens, deviation = 1 + sizes * rate, _deviation(found - picked_sizes * rate)
@@ -159,7 +159,7 @@ def _weigh_documents(files: list[list[_Document]], encode: Encode, end_of_text: 
         if rough and sizes.sum() <= TOKENIZED_BYTES:
             values = [document.fetch() for document in every]
             usable = [value is not None for value in values]
-            tokens[usable] = _token_counts([value for value in values if value is not None], encode, end_of_text)
+            tokens[usable] = _token_counts([value for value in values if value is not None], encode)
             deviation = 0.0
     elif every and every[0].fetch() is None:  # Texts of which none can be used: reading them tells.
         tokens = 1 + sizes
@@ -175,10 +175,9 @@ def _weigh_documents(files: list[list[_Document]], encode: Encode, end_of_text: 
     return Weights(tuple(weighed), counted=True, documents=len(every), deviation=deviation)
 
 
-def _token_counts(values: list[Any], encode: Encode, end_of_text: int) -> np.ndarray:
+def _token_counts(texts: list[str], encode: Encode) -> np.ndarray:
     """float64 [documents], with the end-of-texts. All at once: the tokenizer has all cores."""
-    ids = encode(values) if isinstance(values[0], str) else [end_every_document(value, end_of_text) for value in values]
-    return np.array([len(tokens) for tokens in ids], dtype=np.float64)
+    return np.array([len(tokens) for tokens in encode(texts)], dtype=np.float64)
 
 
 def _deviation(residuals: np.ndarray) -> float:
@@ -298,11 +297,11 @@ def deal(source: Source, weights: Weights, *, count: int, seed: int, row_tokens:
     totals = [float(weights.files[index].tokens.sum()) for index in order]
     starts = list(itertools.accumulate(totals, initial=0.0))
     quota = starts[-1] / count
+    near = min(max(SNAP * quota, row_tokens / 2), 0.45 * quota)  # Less than half: no two cuts at one border.
     cuts: list[tuple[int, Point]] = [(0, (0, 0.0))]
     for number in range(1, count):
         wanted = quota * number
         place = min(bisect.bisect_right(starts, wanted) - 1, len(order) - 1)
-        near = min(max(SNAP * quota, row_tokens / 2), 0.45 * quota)  # Less than half: no two cuts at one border.
         point = _point_at(weights.files[order[place]], wanted - starts[place], snap=SNAP * quota, snap_document=near)
         cut = (place, point) if point[0] < len(weights.files[order[place]].tokens) else (place + 1, (0, 0.0))
         cuts.append(max(cut, cuts[-1]))
@@ -316,7 +315,7 @@ def deal(source: Source, weights: Weights, *, count: int, seed: int, row_tokens:
             first = begin[1] if place == begin[0] else (0, 0.0)
             last = end[1] if place == end[0] else (len(tokens.tokens), 0.0)
             if first < last:
-                pieces.append(_piece(source, source.files[index], tokens, first, last))
+                pieces.append(_piece(source.files[index], tokens, first, last))
         dealt.append(pieces)
     return dealt
 
@@ -337,9 +336,10 @@ def _point_at(file: FileTokens, wanted: float, *, snap: float, snap_document: fl
     return segment, min(max(share, 0.0), 1.0)
 
 
-def _piece(source: Source, file: File, tokens: FileTokens, first: Point, last: Point) -> Piece:
+def _piece(file: File, tokens: FileTokens, first: Point, last: Point) -> Piece:
     segments = len(tokens.tokens)
-    held = float(sum(_ends_at(tokens, last)) - sum(_ends_at(tokens, first)))
+    begins_after, ends_after = _tokens_before(tokens, first), _tokens_before(tokens, last)
+    held = ends_after - begins_after
     if tokens.each_document:
         assert tokens.edges is not None
         begins = int(tokens.edges[first[0]]) if first != (0, 0.0) else 0
@@ -349,7 +349,7 @@ def _piece(source: Source, file: File, tokens: FileTokens, first: Point, last: P
             ends = int(tokens.edges[last[0]]) - 1 if last[0] < segments else None
         extent = Extent(begins, ends, first[1], last[1] or 1.0)
         total = float(tokens.tokens.sum())
-        low, high = (round(file.size * sum(_ends_at(tokens, at)) / total) for at in (first, last))
+        low, high = (round(file.size * before / total) for before in (begins_after, ends_after))
         return Piece(file, low, high, extent=extent, tokens=held)
     if tokens.edges is None:
         return Piece(file, 0, file.size, drawn=(first[1], last[1] if last[0] < segments else 1.0), tokens=held)
@@ -357,9 +357,10 @@ def _piece(source: Source, file: File, tokens: FileTokens, first: Point, last: P
     return Piece(file, begin, end, tokens=held)
 
 
-def _ends_at(tokens: FileTokens, at: Point) -> tuple[float, float]:
-    """(tokens of the segments before the point, of its own segment before it)"""
-    return float(tokens.tokens[: at[0]].sum()), float(tokens.tokens[at[0]]) * at[1] if at[1] else 0.0
+def _tokens_before(tokens: FileTokens, at: Point) -> float:
+    """Tokens of the file before the point."""
+    segment, share = at
+    return float(tokens.tokens[:segment].sum()) + (float(tokens.tokens[segment]) * share if share else 0.0)
 
 
 def _byte_at(edges: np.ndarray, at: Point) -> int:
@@ -374,7 +375,7 @@ def _byte_at(edges: np.ndarray, at: Point) -> int:
 
 def missed(weights: Weights, dealt: Sequence[Sequence[Piece]], *, row_tokens: int) -> float:
     """Expected share of the source's tokens that are not read in the time of one pass; as many are read twice."""
-    held = np.array([sum(piece.tokens for piece in pieces) for pieces in dealt])
+    held = np.array([stream_tokens(pieces) for pieces in dealt])
     uneven = np.maximum(held - held.mean(), 0).sum()
     shared = sum(1 for pieces in dealt for piece in pieces if piece.extent and piece.extent.last_to < 1.0)
     by_chance = _missed_by_chance(weights.deviation, documents=weights.documents, tokens=weights.tokens, streams=len(dealt))
