@@ -177,7 +177,7 @@ def test_held_out_documents_at_the_head_of_a_file(tmp_path, kind, held_out):
 # The property ---------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(["parquet", "tokens", "lines", "lines.gz", "lines.zst", "text"]),
     sizes=st.lists(st.sampled_from([1, 20, 150, 600]), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) >= 150),
@@ -185,12 +185,16 @@ def test_held_out_documents_at_the_head_of_a_file(tmp_path, kind, held_out):
     blob=st.lists(st.sampled_from([0, 500]), min_size=4, max_size=4),
     streams=st.sampled_from([1, 4, 8]),
     held_out=st.sampled_from([0, 1, 100]),
+    long=st.sampled_from([None, 0, -1]),
     seed=st.integers(0, 9),
 )
-def test_every_document_is_read_once_in_one_pass(tmp_path_factory, kind, sizes, words, blob, streams, held_out, seed):
+def test_every_document_is_read_once_in_one_pass(tmp_path_factory, kind, sizes, words, blob, streams, held_out, long, seed):
+    """long: which document of the largest file is so long that streams share it."""
     folder = tmp_path_factory.mktemp("mix")
     generator = random.Random(seed)
     files = [[text_of(generator, generator.randrange(1, 2 * mean)) for _ in range(size)] for size, mean in zip(sizes, words, strict=False)]
+    if long is not None:
+        files[sizes.index(max(sizes))][long] = text_of(generator, 4000)
     data = small(write(folder / "data", kind, files, blob=blob[: len(files)]), num_streams=streams, sequence_length=15, log_documents=True)
     if held_out and (kind == "text" or sizes[0] > held_out):
         data = replace(data, evaluation_documents=held_out)

@@ -829,7 +829,9 @@ def test_a_bad_row_stops_the_run_or_is_left_out(tmp_path, case):
     assert len(names) == 14
     assert where.split()[1] not in {name.split(":")[1] for name in names}
     assert straight.counts["bad_rows"] >= 1
-    assert [note for note in straight.notes if f"{where}: skipped: " in note and reason in note] == straight.notes
+    notes = [note for note in straight.notes if "is decoded" not in note]  # Two streams share a row group.
+    assert [note for note in notes if f"{where}: skipped: " in note and reason in note] == notes
+    assert notes
     for legs in ([Leg(20, 2, 1)], [Leg(1)] * 20):
         assert run(skipping, *legs, log_in=tmp_path).log == straight.log
 

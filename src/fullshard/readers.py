@@ -577,8 +577,8 @@ def _lines(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
                 file.seek(offset)
                 number = listed.skip
             else:
-                head = _size_of_head(file, listed)
-                number, offset = listed.skip, _seek_line(file, max(piece.begin, head), at_line=head >= piece.begin)
+                head, begin = _size_of_head(file, listed), piece.begin if extent is None else 0
+                number, offset = listed.skip, _seek_line(file, max(begin, head), at_line=head >= begin)
         while number != listed.take and (end is None or offset < end) and (last is None or offset <= last):
             line = file.readline()
             if end is not None and not line.endswith(b"\n") and offset + len(line) < listed.size:
