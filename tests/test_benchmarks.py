@@ -37,13 +37,13 @@ def test_a_rank_starts_a_1b_model_in_its_shards_and_little_more() -> None:
 
 
 def test_default_recipe_reaches_its_goal_in_its_time() -> None:
-    """Held-out loss below 4 nats in under 6 minutes on 2 cores, at the recipe that is shipped; README quotes the run."""
+    """Held-out loss below 4 nats in under 12 minutes on 2 cores without fast bf16, at the recipe that is shipped; README quotes the run."""
     record = json.loads((ROOT / "benchmarks" / "records" / "debug_recipe.json").read_text())
     recipe = parse_recipe(["--config", str(ROOT / record["recipe"])])
     assert record["steps"] == recipe.train.max_steps
     assert record["tokens"] == recipe.train.max_steps * recipe.train.global_batch_size * recipe.data.sequence_length
     assert record["eval_loss"] < 4.0
-    assert record["training_s"] < 360
+    assert record["training_s"] < 720
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"Training took {record['training_s']} s on two cores and ended at {record['eval_loss']:.2f} nats per token" in readme
 

@@ -57,16 +57,21 @@ def write(folder: Path, kind: str, files: list[list[str]], *, blob: list[int]) -
             case "text":
                 for row, text in enumerate(texts):
                     (folder / f"{number}-{row}.txt").write_text(text)
-            case "csv":
+            case "csv" | "csv.gz":
                 rows = [f'"{other}","{text}"' for other, text in zip(others, texts, strict=True)]
-                (folder / f"{number}.csv").write_text("\n".join(["blob,text", *rows]) + "\n")
+                content = ("\n".join(["blob,text", *rows]) + "\n").encode()
+                (folder / f"{number}.{kind}").write_bytes(gzip.compress(content) if kind == "csv.gz" else content)
+            case "json":
+                (folder / f"{number}.json").write_text(
+                    json.dumps([{"blob": other, "text": text} for other, text in zip(others, texts, strict=True)])
+                )
             case _:
                 content = b"".join(
                     json.dumps({"blob": other, "text": text}).encode() + b"\n" for other, text in zip(others, texts, strict=True)
                 )
                 packed = {"": bytes, "gz": gzip.compress, "zst": compress}[kind.partition(".")[2]]
                 (folder / f"{number}.{kind.replace('lines', 'jsonl')}").write_bytes(packed(content))
-    builder = {"parquet": "parquet", "tokens": "parquet", "text": "text", "csv": "csv"}.get(kind, "json")
+    builder = {"parquet": "parquet", "tokens": "parquet", "text": "text", "csv": "csv", "csv.gz": "csv"}.get(kind, "json")
     data = DataConfig(path=builder, data_files=[f"{folder}/*"], num_workers=0)
     return replace(data, tokens_column="text") if kind == "tokens" else data
 
@@ -220,13 +225,13 @@ def _is_held_out(name: str, data: DataConfig) -> bool:
     return name in _HEADS[key]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "tokens", "lines", "lines.gz", "lines.zst", "csv"])
+@pytest.mark.parametrize("kind", ["parquet", "tokens", "lines", "lines.gz", "lines.zst", "csv", "csv.gz", "json"])
 def test_shares_of_files_that_are_not_read_before_the_run(tmp_path, monkeypatch, kind):
     """As of a source of more than 16 MiB: from footers, sizes and a sample. A file's documents are alike; files differ in all else."""
     monkeypatch.setattr(dealing, "COUNTED_BYTES", 0)
     generator = random.Random(0)
     files = [[text_of(generator, words) for _ in range(count)] for count, words in ((1200, 40), (300, 40), (300, 160), (30, 40))]
-    blob = [0, 0, 0, 0] if kind in ("csv", "lines.gz", "lines.zst") else [0, 400, 0, 400]
+    blob = [0, 0, 0, 0] if kind in ("lines.gz", "lines.zst") else [0, 400, 0, 400]
     data = small(write(tmp_path / "data", kind, files, blob=blob), num_streams=4, sequence_length=64)
     lengths = lengths_of(data)
     whole: Counter[str] = Counter()

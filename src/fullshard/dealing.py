@@ -22,7 +22,7 @@ import numpy as np
 
 from fullshard.config import divisors
 from fullshard.errors import UserError
-from fullshard.readers import Extent, Piece, Reading, Tally, documents, shape_of
+from fullshard.readers import Extent, Piece, Reading, Tally, documents, shape_of, stored_bytes
 from fullshard.sources import COMPRESSED, LISTING_THREADS, File, Source, file_format
 from fullshard.streams import no_document, shuffled, tokenized, unplaced, whole
 from fullshard.tokenizer import end_every_document
@@ -218,8 +218,7 @@ def _estimate(source: Source, reading: Reading, encode: Encode, end_of_text: int
             each = [_rates([sample], tokens_column=False).per_stored or rates.per_stored or 0.25 for sample in own]
             tokens = shape.sizes * np.array(each)
         else:
-            rate = rates.per_stored if lines else rates.per_text
-            tokens = shape.sizes * (rate or pooled.per_text or 0.25)
+            tokens = shape.sizes * (rates.per_stored or rates.per_text or 0.25)
         if shape.edges is None and file.skip:  # What is held out is read over.
             tokens = tokens - file.skip * rates.per_document
         if (lines or shape.edges is None) and len(own) == len(shape.sizes):  # Each sample is of one segment.
@@ -273,6 +272,10 @@ def _sample(file: File, reading: Reading, encode: Encode, end_of_text: int) -> l
         tokens = np.array([len(ids) for _, _, ids, _ in encoded], dtype=np.float64)
         text = sum(len(value.encode()) if isinstance(value, str) else len(value) for value in held)
         stored = float(last - first) if last is not None and kind in ("lines", "compressed lines") else None
+        if kind == "other" and held:
+            rows = last or file.skip + len(held)
+            before = stored_bytes(file, rows, reading)
+            stored = before and before * len(held) / rows  # Of these, the held out ones are not read.
         samples.append(_Sample(tokens, text, stored, exhausted=last is None))
     return samples
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import resource
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 BATCH_ROWS = 64  # Documents decoded together. More would be read in vain where a run goes on in the middle.
 BATCH_BYTES = 2**18
 COMPRESSED_SAMPLE_BYTES = 2**23
+ZSTD_HEADER_BYTES = 18  # Of a frame, at most (RFC 8878).
 BUFFERED_BYTES = 2**22  # Of a column of a row group, read at once.
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples, modulo 2**64, fill the unit interval evenly.
 TOKENIZER_KEY = b"fullshard.tokenizer"  # Of the parquet files' metadata: hash of the tokenizer that made the tokens.
@@ -281,11 +283,12 @@ def shape_of(file: File, reading: Reading) -> Shape:
     plain = Shape(
         np.array([float(file.size)]), np.array([0, file.size]) if enterable(reading.source.builder, file.url) else None, None, False
     )
-    shapes = {"parquet": _parquet_shape, "arrow": _arrow_shape, "lines": _lines_shape, "compressed lines": _compressed_shape}
-    if kind not in shapes:
+    shapes = {"parquet": _parquet_shape, "arrow": _arrow_shape, "lines": _lines_shape}
+    shape = _compressed_shape if file.url.lower().endswith(COMPRESSED) else shapes.get(kind)
+    if shape is None:
         return plain
     try:
-        return retrying(reading.max_retries)(shapes[kind], file, reading)
+        return retrying(reading.max_retries)(shape, file, reading)
     except UserError:
         raise
     except Exception as error:
@@ -341,19 +344,30 @@ def _lines_shape(file: File, reading: Reading) -> Shape:
 
 
 def _compressed_shape(file: File, reading: Reading) -> Shape:
-    """From how far its first megabytes are compressed, and what gzip's trailer tells where that fits."""
+    """What the file tells of its size, where that fits to how far its first megabytes are compressed; else from these."""
     with _opened(file, reading) as raw:
+        told = _told_size(raw, file)
+        raw.seek(0)
         with _decompressed(raw, file.url) as opened:
             size = len(opened.read(COMPRESSED_SAMPLE_BYTES))
             stored = min(raw.tell(), file.size)
-        told = None
-        if file.url.lower().endswith(".gz"):
-            with _opened(file, reading) as again:
-                again.seek(file.size - 4)
-                told = int.from_bytes(again.read(4), "little")
     expected = size if stored >= file.size else size * file.size / max(stored, 1)
-    # The trailer is that of the last member, modulo 2**32.
+    # Of several members or frames, each tells its own size.
     return Shape(np.array([float(told) if told and 0.5 < told / max(expected, 1) < 2 else float(expected)]), None, None, False)
+
+
+def _told_size(raw: Any, file: File) -> int | None:
+    """Bytes of the decompressed file: gzip's trailer has them modulo 2**32, zstd's frame header where its writer knew."""
+    if file.url.lower().endswith(".gz"):
+        raw.seek(file.size - 4)
+        return int.from_bytes(raw.read(4), "little")
+    if file.url.lower().endswith(".zst"):
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+        return zstd.get_frame_info(raw.read(ZSTD_HEADER_BYTES)).decompressed_size
+    return None
 
 
 def _open(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry]]:
@@ -674,18 +688,10 @@ def _text(piece: Piece, cursor: int, reading: Reading) -> Iterator[list[Entry]]:
 
 def _other(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
     """Whatever else `datasets` reads, from the beginning, up to the cursor in vain."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # Each opening would ask the Hub to count a download.
     file, source = piece.file, reading.source
-    url = glob_escaped(file.url)
     with _opened(file, reading):
         pass  # It is what was listed.
-    options = source.options
-    if source.builder == "csv" and file.url.lower().endswith((".tsv", *(f".tsv{ending}" for ending in COMPRESSED))):
-        options = {"sep": "\t"} | options
-    rows: Any = datasets.load_dataset(source.builder, data_files=[url], split="train", streaming=True, **options)
+    rows = _rows(file, source)
     extent = piece.extent or Extent(0, None)
     start = max(cursor, file.skip, extent.first)
     if start:
@@ -704,6 +710,36 @@ def _other(piece: Piece, cursor: int, reading: Reading) -> Iterator[Entry]:
         raise UserError(_too_few(file.take, file, seen))
     if file.skip and not cursor and seen == start:
         raise UserError(f"data.evaluation_documents: {file.skip}: {file.url} has no more rows than that")
+
+
+def _rows(file: File, source: Source) -> Any:
+    """The file's rows as `datasets` streams them."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # Each opening would ask the Hub to count a download.
+    options = source.options
+    if source.builder == "csv" and file.url.lower().endswith((".tsv", *(f".tsv{ending}" for ending in COMPRESSED))):
+        options = {"sep": "\t"} | options
+    return datasets.load_dataset(source.builder, data_files=[glob_escaped(file.url)], split="train", streaming=True, **options)
+
+
+def stored_bytes(file: File, rows: int, reading: Reading) -> float | None:
+    """About so many bytes, decompressed, are the first rows of a file that `datasets` reads, with all their columns; None: unknown."""
+    source, taken, inside, ended = reading.source, 0, False, -1  # The first line names the columns.
+    if source.builder == "json":
+        held = itertools.islice(_rows(file, source), rows)
+        return float(sum(len(json.dumps(row, ensure_ascii=False).encode()) + 1 for row in held))
+    if source.builder != "csv":
+        return None
+    with _opened(file, reading) as raw, _decompressed(raw, file.url) as opened:
+        for line in opened:
+            taken += len(line) if ended >= 0 else 0
+            inside ^= bool(line.count(b'"') % 2)  # A line within quotes goes on in the next.
+            ended += not inside
+            if ended >= rows:
+                break
+    return float(taken)
 
 
 def glob_escaped(url: str) -> str:
