@@ -1,4 +1,4 @@
-# make train | test | test-slow | test-transformers-4 | campaign | lint | install: each sets up .venv first when it is missing or older than what it is made from.
+# make train | test | test-slow | test-all | test-transformers-4 | campaign | lint | install: each sets up .venv first when it is missing or older than what it is made from.
 PYTHON ?= python3
 ACCELERATE_CONFIG ?= accelerate_configs/fsdp.yaml
 VENV := .venv
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 TRANSFORMERS_4 := $(VENV)/transformers-4
 
-.PHONY: train test test-slow test-transformers-4 campaign lint install
+.PHONY: train test test-slow test-all test-transformers-4 campaign lint install
 
 train: $(STAMP)
 	@$(BIN)/fullshard check --accelerate_config $(ACCELERATE_CONFIG) $(GPUS) --quiet $(ARGS)
@@ -16,12 +16,15 @@ train: $(STAMP)
 # One process per GPU; without one, what the YAML says.
 train: GPUS = $(shell $(BIN)/python -c "import torch; n = torch.cuda.device_count(); print(f'--num_processes {n}' if n else '')")
 
-# What proves an installation: minutes on two cores. test-slow is the rest.
+# What proves an installation: minutes on two cores. test-slow is the rest, test-all is both in one.
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not slow"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest tests -m slow
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest tests
 
 # Do exports mean the same to transformers 4? It lies in a folder of its own and takes torch from .venv.
 test-transformers-4: $(TRANSFORMERS_4)/.installed

@@ -28,20 +28,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "records" / "data.json"
 MARKED = re.compile(r"<!-- data -->.*?<!-- /data -->", re.S)
-sys.path.insert(0, str(ROOT / "tests"))  # server.py: the local HTTP server that the tests use too.
+sys.path.insert(0, str(ROOT / "tests"))  # support/server.py: the local HTTP server that the tests use too.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # One core, as a loader worker has.
 
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
-from server import Server  # noqa: E402
 
 from fullshard.config import DataConfig  # noqa: E402
 from fullshard.data import Batches, train_batches  # noqa: E402
 from fullshard.sources import list_corpus, stdlib_files  # noqa: E402
 from fullshard.streams import WHOLE, Tokenized, encoder, pack  # noqa: E402
 from fullshard.tokenizer import load_tokenizer  # noqa: E402
+from support.server import Server  # noqa: E402
 
 TOKENIZER = load_tokenizer("bundled")
 

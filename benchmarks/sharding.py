@@ -27,10 +27,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "records" / "sharding.json"
 PAGES = ("README.md", "accelerate_configs/README.md", "docs/fsdp.md")
-sys.path.insert(0, str(ROOT / "tests"))  # pool.py: the gloo processes that the tests use too.
+sys.path.insert(0, str(ROOT / "tests"))  # support/pool.py: the gloo processes that the tests use too.
 
 import psutil  # noqa: E402
-from pool import GlooPool  # noqa: E402
+
+from support.pool import GlooPool  # noqa: E402
 
 RANKS = 4
 RECIPE = "recipes/pretrain_llama3_debug.yaml"

@@ -30,13 +30,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed.checkpoint as dcp
-from launcher import launch, start
-from pool import GlooPool
-from test_checkpoint import STEPS, column, recipe_for, run_steps
-from test_model import TINY, prepared
 
 from fullshard.config import Recipe
 from fullshard.manifest import MANIFEST, STATE, checkpoint_steps, checkpoints_folder, faults, verify
+from support.launcher import launch, start
+from support.models import TINY, prepared
+from support.pool import GlooPool
+from support.training import STEPS, column, recipe_for, run_steps
 
 LONGEST_S = 120.0
 """For a launch to be where it is wanted, and for what a kill has left to be gone: more is a hang."""

@@ -5,9 +5,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from launcher import Launched
-from launches import launched
-from pool import GlooPool
+
+# Before it is imported: an assert of a helper tells its values, as one of a test does.
+pytest.register_assert_rewrite("support")
+
+from support.launcher import Launched, launch, start  # noqa: E402
+from support.launches import launched  # noqa: E402
+from support.pool import GlooPool  # noqa: E402
 
 # The local servers are asked directly, whatever proxy the machine has for the rest.
 for name in ("NO_PROXY", "no_proxy"):
@@ -43,10 +47,20 @@ SLOW = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem in SLOW:
-            item.add_marker(pytest.mark.slow)
+def launches(test: pytest.Function) -> bool:
+    """Whether the test uses a fixture that launches, or calls `launch` or `start` itself."""
+    named = [getattr(test.module, name, None) for name in test.function.__code__.co_names]
+    return not {"run", "launched"}.isdisjoint(test.fixturenames) or launch in named or start in named
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for test in items:
+        if test.path.stem in SLOW:
+            test.add_marker(pytest.mark.slow)
+        if "pool" in test.fixturenames:
+            test.add_marker(pytest.mark.ranks)
+        if launches(test):
+            test.add_marker(pytest.mark.launch)
 
 
 @pytest.fixture(scope="session")

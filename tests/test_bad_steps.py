@@ -9,11 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-from test_checkpoint import STREAMS, FakeBatches, column, folders, lines, recipe_for, run_steps
-from test_resume import with_checkpoint, with_train
 
 from fullshard.bad_steps import HISTORY, LEAST_HISTORY, BadSteps
 from fullshard.config import Recipe
+from support.training import STREAMS, FakeBatches, column, folders, lines, recipe_for, run_steps, with_checkpoint, with_train
 
 ROWS = STREAMS  # Of a global batch.
 

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pool import HANG_S
-from test_readme import benchmark
+import pytest
 
 from fullshard.parsing import parse_recipe
+from support import HANG_S, ROOT
+from support.benchmarks import benchmark
 
-ROOT = Path(__file__).parent.parent
 
-
+@pytest.mark.launch
 def test_a_rank_starts_a_1b_model_in_its_shards_and_little_more() -> None:
     """Peak RSS of each of 2 ranks, beyond its imports, under 0.75 of the whole fp32 model; half of it are the shards."""
     command = [

@@ -15,13 +15,13 @@ from unittest import mock
 import psutil
 import pytest
 import torch.distributed as dist
-from campaign import FILES, LAUNCHER, OPTIONS, TREE, WAYS, Kill, damaged_runs, damages, differences, killed_run, schedule
-from launcher import launch
-from pool import HANG_S
 from torch.distributed.rendezvous import rendezvous
 
+from campaign import FILES, LAUNCHER, OPTIONS, TREE, WAYS, Kill, damaged_runs, damages, differences, killed_run, schedule
 from fullshard import accelerator
 from fullshard.manifest import checkpoint_steps
+from support import HANG_S
+from support.launcher import launch
 
 
 def test_a_run_that_is_killed_again_and_again_is_the_straight_one(tmp_path: Path) -> None:

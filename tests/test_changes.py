@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import HANG_S
 
 from fullshard.changes import COMPARED, NOT_COMPARED, SHAPE, Change, check_changes, covers, recipe_changes, schedule_steps
 from fullshard.config import CheckpointConfig, OptimConfig, Recipe, SourceConfig, TrainConfig, check_recipe, flat, recipe_to_dict
 from fullshard.errors import UserError
 from fullshard.parsing import KEYS, parse_recipe
 from fullshard.schedule import learning_rate_factor
+from support import HANG_S
 
 OTHER_VALUES: dict[str, Any] = {
     "data.mixture": [SourceConfig(path="a"), SourceConfig(path="b", weight=2.0)],

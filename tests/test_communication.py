@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool import ROOT
-from test_model import TIED, TINY, prepared
-from test_train_step import OPTIM
 from transformers import LlamaForCausalLM
 
 from fullshard.communication import count_communication
@@ -18,6 +15,9 @@ from fullshard.estimate import Communication, fsdp_units, parameter_shapes, sent
 from fullshard.model import llama_config
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.sharding import Placement, placement_from_environment
+from support import ROOT
+from support.models import TIED, TINY, prepared
+from support.steps import OPTIM
 
 # Above DDP's first bucket of 1 MiB.
 LARGER = replace(TINY, vocab_size=4000, hidden_size=96, intermediate_size=200)

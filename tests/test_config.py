@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pool import HANG_S
 
 from fullshard.config import (
     ROPE_FIELDS,
@@ -28,8 +27,8 @@ from fullshard.config import (
 )
 from fullshard.errors import UserError
 from fullshard.parsing import DEFAULT_RECIPE, KEYS, parse_recipe
+from support import HANG_S, ROOT
 
-ROOT = Path(__file__).parent.parent
 TRAIN_KEYS = ", ".join(entry.name for entry in dataclasses.fields(TrainConfig))
 
 # (content of x.yaml, the line without "x.yaml: ")

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from launcher import Launched
-from pool import ROOT
 from transformers import LlamaForCausalLM
 
 from fullshard import cpu_products
@@ -22,6 +20,8 @@ from fullshard.losses import next_token_loss_sum
 from fullshard.memory import measure_memory
 from fullshard.model import llama_config
 from fullshard.units import checkpoint_layers
+from support import ROOT
+from support.launcher import Launched
 
 CPU = torch.device("cpu")
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_model import TINY, prepared
 from torch.distributed.tensor import DTensor
 
 from fullshard.document_mask import document_context, document_targets
 from fullshard.losses import IGNORED
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise
+from support.models import TINY, prepared
 
 END = 0
 LENGTH = 24

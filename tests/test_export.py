@@ -15,9 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from pool import HANG_S
-from test_model import TIED, TINY
-from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard import __main__, export
@@ -27,11 +24,10 @@ from fullshard.export import describe_export, export_checkpoint, exportable
 from fullshard.manifest import record_files, write_manifest
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, whole_tensor
 from fullshard.streams import encoder
-from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from fullshard.tokenizer import load_tokenizer
+from support import HANG_S
+from support.exports import TIED_HEAD, UNTIED, tokenizer_folder
 
-# As many rows as the bundled tokenizer needs, and a few: divides by no world size here.
-UNTIED = replace(TINY, vocab_size=4099)
-TIED_HEAD = replace(TIED, vocab_size=4099)
 ROWS = torch.randint(0, 4099, (3, 33), generator=torch.Generator().manual_seed(1))
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 WRAPPED = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}
@@ -83,23 +79,6 @@ def run(*, output_dir: Path, model: ModelConfig) -> dict[str, Any]:
         "eval_loss": evaluate(accelerator, prepared, rows=rows, micro_batch_size=1),
         "config": (config.use_cache, config.dtype),
     }
-
-
-def tokenizer_folder(folder: Path, *, adds: str) -> Path:
-    """A tokenizer of 4,098 tokens, whose post-processor adds `begin`, `begin and end`, or nothing around a text."""
-    tokenizer = Tokenizer.from_file(str(BUNDLED_TOKENIZER))
-    tokenizer.add_special_tokens(["<|begin|>", "<|im|>"])
-    template = {"begin": "<|begin|> $A", "begin and end": "<|begin|> $A <|endoftext|>", "nothing": "$A"}[adds]
-    special = [(token, tokenizer.token_to_id(token)) for token in ("<|begin|>", "<|endoftext|>")]
-    added = processors.TemplateProcessing(single=template, pair=f"{template} $B", special_tokens=special)
-    # Llama 3's, with the byte-level one before it; Llama 2's is the template alone.
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), added]) if adds == "begin" else added
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|begin|>", "eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im|>"], "chat_template": "{{ x }}"}
-    flags = {"add_bos_token": "begin" in adds, "add_eos_token": "end" in adds, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | flags))
-    return folder
 
 
 def loaded(folder: Path) -> Any:

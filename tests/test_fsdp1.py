@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import launch
-from pool import ROOT
-from test_memory import GQA, MHA, memory_of_a_step
-from test_model import TIED, TINY, prepared
-from test_train_step import OPTIM, completions, global_batch, held_out_loss, reference, steps
 from torch.distributed.tensor import DTensor
 
 from fullshard.config import ModelConfig, ShardingConfig
@@ -22,6 +17,11 @@ from fullshard.memory import tensor_bytes
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash, whole_shape
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.sharding import environment_from_yaml, placement_from_environment
+from support import ROOT
+from support.launcher import launch
+from support.memory import memory_of_a_step
+from support.models import GQA, MHA, TIED, TINY, prepared
+from support.steps import OPTIM, completions, global_batch, held_out_loss, reference, steps
 
 FSDP1 = "fsdp1_full_shard.yaml"
 FP32 = {"ACCELERATE_MIXED_PRECISION": "no"}

@@ -16,7 +16,6 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from pool import HANG_S
 
 from fullshard import manifest
 from fullshard.errors import UserError
@@ -34,6 +33,7 @@ from fullshard.manifest import (
     verify,
     write_manifest,
 )
+from support import HANG_S
 
 NAMES = [".metadata", "__0_0.distcp", "__1_0.distcp", STATE]
 

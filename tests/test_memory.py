@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pool import ROOT
-from test_model import prepared
-from test_train_step import OPTIM
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from fullshard.config import DEFAULT_SHARDING, ModelConfig, ShardingConfig
+from fullshard.config import ModelConfig, ShardingConfig
 from fullshard.document_mask import document_context
 from fullshard.estimate import activation_bytes_per_token, parameter_counts, predict_memory
 from fullshard.losses import next_token_loss_sum
-from fullshard.memory import MemoryUse, _cpu_use, count_cpu_memory, measure_memory, optimizer_bytes, tensor_bytes
+from fullshard.memory import _cpu_use, count_cpu_memory, measure_memory, tensor_bytes
 from fullshard.model import llama_config
-from fullshard.optim import build_optimizer
 from fullshard.sharding import placement_from_yaml
+from support import ROOT
+from support.memory import measured, memory_of_a_step
+from support.models import GQA, MHA
 
 CPU = torch.device("cpu")
-GQA = ModelConfig(vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-MHA = ModelConfig(
-    vocab_size=2000, hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8
-)
 TIED = ModelConfig(
     vocab_size=300, hidden_size=64, num_hidden_layers=1, head_dim=24, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
 )
-
-
-def measured(block: Callable[[], Any]) -> MemoryUse:
-    with measure_memory(CPU) as measurement:
-        block()
-    assert measurement.use is not None
-    return measurement.use
 
 
 def test_this_torch_has_the_switch_that_counts() -> None:
@@ -171,60 +156,6 @@ def test_a_byte_of_the_programs_is_no_marker() -> None:
     ]
     use = _cpu_use(events, [1, 7])
     assert (use.allocated, use.peak_allocated) == (0, 9000)
-
-
-def memory_of_a_step(
-    *,
-    model: ModelConfig,
-    rows: int,
-    length: int,
-    micro_batches: int = 2,
-    document_end: int | None = None,
-    sharding: ShardingConfig = DEFAULT_SHARDING,
-) -> dict[str, int]:
-    """Bytes of this rank, less what was there before the model. "in_last_layer": before its last matrix product, in its last forward."""
-    from fullshard.train import train_step
-
-    gc.collect()
-    base = measured(lambda: None).allocated
-    accelerator, built = prepared(model, sharding=sharding)
-    optimizer = accelerator.prepare_optimizer(build_optimizer(built.parameters(), optim=OPTIM))
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, factor=1.0)
-    passed: list[int] = []
-    accelerator.unwrap_model(built).model.layers[-1].mlp.down_proj.register_forward_pre_hook(lambda *_: passed.append(time.time_ns()))
-    ids = torch.randint(0, model.vocab_size, (micro_batches * rows, length))
-    results = []
-    for _ in range(5):
-        with measure_memory(accelerator.device) as measurement:
-            step = train_step(
-                accelerator=accelerator,
-                model=built,
-                optimizer=optimizer,
-                schedule=schedule,
-                inputs=ids,
-                targets=ids,
-                micro_batch_size=rows,
-                max_grad_norm=1.0,
-                document_end=document_end,
-                sharding=sharding,
-                measurement=measurement,
-            )
-        use = measurement.use
-        assert use is not None
-        results.append(
-            {
-                "allocated": use.allocated - base,
-                "peak": use.peak_allocated - base,
-                "activations": use.activations,
-                "in_last_layer": [size for at, size in use.timeline if at < passed[-1]][-1] - base,
-                "parameters": tensor_bytes(built.parameters()),
-                "optimizer": optimizer_bytes(optimizer.optimizer),
-                "gradients": step.gradient_bytes,
-            }
-        )
-    # The second step rebuilds DDP's buckets. The least of those after it: gloo's thread lets go of the tensors of a collective when it gets
-    # to it: on a busy machine 2 % of the steps have one more unit's at the peak.
-    return min(results[2:], key=lambda result: result["peak"])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import torch
 import wandb
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from pool import HANG_S
 from rich.console import Console
 
 from fullshard.config import LoggingConfig, ModelConfig, Recipe
@@ -32,8 +31,9 @@ from fullshard.metrics import (
     training_flops_per_token,
 )
 from fullshard.terminal import Terminal, duration
+from support import HANG_S, ROOT
+from support.wandb_runs import history, inspected
 
-ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 VALUES = {"train/loss": 5.25, "train/tokens_seen": 61440, "throughput/tokens_per_second": 1234.5}
 CONFIG = {"train": {"max_steps": 3, "max_grad_norm": None}, "output_dir": "runs/x"}
@@ -83,22 +83,6 @@ def opened(output_dir: Path, *trackers: str | GeneralTracker, recipe: Recipe | N
 
 def lines(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def inspected(wandb_dir: Path) -> list[dict[str, Any]]:
-    """Records of an offline run, as `wandb leet` reads them."""
-    shown = subprocess.run(
-        [BIN / "wandb", "leet", "inspect", "--json", wandb_dir], capture_output=True, text=True, check=True, timeout=HANG_S
-    )
-    return [json.loads(line) for line in shown.stdout.splitlines()]
-
-
-def history(wandb_dir: Path) -> list[dict[str, Any]]:
-    items = [record["history"]["item"] for record in inspected(wandb_dir) if record["type"] == "history"]
-    return [
-        {("step" if key == "_step" else key): value for key, value in item.items() if key not in ("_runtime", "_timestamp")}
-        for item in items
-    ]
 
 
 def test_metrics_jsonl_holds_what_the_trackers_got(tmp_path: Path) -> None:
@@ -284,6 +268,7 @@ log.close()
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("ending", ["close", "crash"])
 def test_two_launched_processes_make_one_run_and_exit(tmp_path: Path, ending: str) -> None:
     """W03, W07."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import ROOT, Launched, launch
+
+from support import ROOT
+from support.launcher import Launched, launch
 
 FSDP = (ROOT / "accelerate_configs" / "fsdp.yaml").read_text()
 

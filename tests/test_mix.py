@@ -21,9 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launcher import launch
 from rich.console import Console
-from test_stream import BATCH, TOKENIZER, Leg, Ran, compress, ids_of, ranks, run, small
 
 from fullshard import dealing
 from fullshard.config import DataConfig, EvaluationConfig, Recipe, SourceConfig, TrainConfig
@@ -33,6 +31,8 @@ from fullshard.describe import describe
 from fullshard.errors import UserError
 from fullshard.sources import list_corpus
 from fullshard.terminal import Terminal
+from support.launcher import launch
+from support.streams import BATCH, TOKENIZER, Leg, Ran, compress, ids_of, ranks, run, small
 
 
 def text_of(generator: random.Random, words: int) -> str:

@@ -12,38 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.config import DEFAULT_SHARDING, ModelConfig, RopeParameters, ShardingConfig
+from fullshard.config import ModelConfig, RopeParameters
 from fullshard.errors import UserError
 from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash
 from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, vocabulary_size
-
-TINY = ModelConfig(
-    vocab_size=131,  # divides by no world size here, so the last rank's shard is the smaller one
-    hidden_size=36,
-    intermediate_size=50,
-    num_hidden_layers=3,
-    num_attention_heads=3,
-    num_key_value_heads=1,
-    max_position_embeddings=64,
-    attention_bias=True,
-)
-TIED = ModelConfig(
-    vocab_size=131,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
-
-
-def prepared(model: ModelConfig = TINY, *, seed: int = 7, sharding: ShardingConfig = DEFAULT_SHARDING) -> tuple[Any, Any]:
-    from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.sharding import placement_from_environment
-
-    accelerator = build_accelerator(placement=placement_from_environment(), sharding=sharding, trackers=[])
-    return accelerator, prepare_model(accelerator, build_on_meta(llama_config(model)), seed=seed, sharding=sharding)
+from support.models import TIED, TINY, prepared
 
 
 def initial_state(model: ModelConfig = TINY, seed: int = 7) -> dict[str, Any]:

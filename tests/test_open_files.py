@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher import launch
+from support.launcher import launch
 
 
 def options(tmp_path: Path) -> dict[str, Any]:

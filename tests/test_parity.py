@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import ROOT, Launched
-from launches import FILES, LAUNCHER, OTHERS, STEPS
-from test_model import TINY, prepared
-from test_train_step import OPTIM, global_batch, reference, steps, whole_parameters
 from torch.distributed.tensor import DTensor
 
 from fullshard.accelerator import units_by_size
@@ -21,6 +17,11 @@ from fullshard.model import build_on_meta, llama_config
 from fullshard.optim import build_optimizer, build_schedule
 from fullshard.schedule import learning_rate_factor
 from fullshard.sharding import placement_from_yaml
+from support import ROOT
+from support.launcher import Launched
+from support.launches import FILES, LAUNCHER, OTHERS, STEPS
+from support.models import TINY, prepared
+from support.steps import OPTIM, global_batch, reference, steps, whole_parameters
 
 Run = Callable[[str], Launched]  # See conftest.py.
 # Loss in nats, absolute; norm relative. fp32 differs by the order of sums, the others by their rounding.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launcher import ROOT, launch
 
 from fullshard.changes import recipe_changes
 from fullshard.config import PATH_KEYS, DataConfig, recipe_to_dict
@@ -18,6 +17,8 @@ from fullshard.errors import UserError
 from fullshard.parsing import KEYS, parse_recipe
 from fullshard.paths import expanded
 from fullshard.sources import list_corpus
+from support import ROOT
+from support.launcher import launch
 
 
 @pytest.fixture(autouse=True)

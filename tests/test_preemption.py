@@ -13,9 +13,9 @@ import time
 
 import psutil
 import pytest
-from pool import HANG_S
 
 from fullshard.preemption import MAX_TIME, STOP_SIGNALS, StopRequested, cause_name, stop_signals
+from support import HANG_S
 
 # What torch's agent passes on to the ranks (LaunchConfig.signals_to_handle), and SIGUSR1, which a batch system sends to them.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)

@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import xxhash
-from pool import HANG_S
 from rich.console import Console
 
 from fullshard import sources
@@ -38,6 +37,7 @@ from fullshard.readers import TOKENIZER_KEY
 from fullshard.sources import enterable, list_corpus
 from fullshard.streams import reading_of
 from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, tokenizer_hash
+from support import HANG_S
 
 COMMAND = [sys.executable, "-m", "fullshard"]
 WORDS = ["the", "of", "shard", "stream", "token", "naïve", "你好", "return", "def", "42", "<|endoftext|>", "\n\t", "", ";"]

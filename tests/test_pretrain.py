@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launcher import ROOT, SMALL, Launched, launch
-from launches import STEPS
-from pool import HANG_S
 
 from fullshard.__main__ import _check
 from fullshard.config import OptimConfig
 from fullshard.optim import learning_rate_factor
+from support import HANG_S, ROOT
+from support.launcher import SMALL, Launched, launch
+from support.launches import STEPS
 
 Run = Callable[[str], Launched]  # See conftest.py.
 

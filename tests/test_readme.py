@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fullshard.config import resolve_batch
 from fullshard.parsing import parse_recipe
 from fullshard.sharding import placement_from_yaml
+from support import ROOT
+from support.benchmarks import benchmark
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
 LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
-
-
-def benchmark(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("accelerate launch")])

@@ -10,14 +10,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launcher import ROOT, launch
-from server import Server, sometimes
 
 from fullshard.config import DataConfig
 from fullshard.data import Batches, train_batches, weighed
 from fullshard.errors import UserError
 from fullshard.sources import list_corpus
 from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from support import ROOT
+from support.launcher import launch
+from support.server import Server, sometimes
 
 FAULTS = ("503", "429", "reset", "reset_body", "cut", "stall")
 

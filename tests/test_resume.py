@@ -11,27 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
-from launcher import launch
-from test_checkpoint import FP32, STEPS, column, folders, lines, recipe_for, run_steps, saving
-from test_metrics import history
-from test_model import TINY
 
 from fullshard.config import CheckpointConfig, Recipe
 from fullshard.errors import UserError
 from fullshard.manifest import verify
+from support import training
+from support.launcher import launch
+from support.models import TINY
+from support.training import FP32, STEPS, assembled, column, folders, lines, recipe_for, run_steps, saving, with_checkpoint, with_train
+from support.wandb_runs import history
 
 DROPOUT = replace(TINY, attention_dropout=0.1)
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
 KEYS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen", "train/bad_steps")
-
-
-def with_checkpoint(recipe: Recipe, **options: Any) -> Recipe:
-    return replace(recipe, checkpoint=replace(recipe.checkpoint, **options))
-
-
-def with_train(recipe: Recipe, **options: Any) -> Recipe:
-    return replace(recipe, train=replace(recipe.train, **options))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +115,6 @@ def test_either_kind_loads_under_the_other(pool: Any, tmp_path: Path, writer: An
 
 def full_save(*, recipe: Recipe) -> list[int]:
     """Tensors that each rank would have to hold for a whole checkpoint."""
-    from test_checkpoint import assembled
-
     from fullshard.checkpoint import Saver
 
     _, parts = assembled(recipe)
@@ -198,8 +189,6 @@ def resumed_notes(*, recipe: Recipe) -> tuple[int, tuple[str, ...]]:
 
 
 def finding(*, recipe: Recipe) -> str:
-    from test_checkpoint import assembled
-
     try:
         return f"step {assembled(recipe)[0].step}"
     except UserError as error:
@@ -433,18 +422,16 @@ def test_a_signal_on_one_rank_saves_the_step_that_is_done(
 
 def evaluated_before_loading(*, recipe: Recipe) -> dict[str, Any]:
     """R06: a forward without backward between wrapping and loading."""
-    import test_checkpoint
-
     from fullshard.evaluate import evaluate
 
-    make = test_checkpoint.prepared
+    make = training.prepared
 
     def prepared(*arguments: Any, **options: Any) -> Any:
         accelerator, model = make(*arguments, **options)
         evaluate(accelerator, model, rows=torch.ones(2, 33, dtype=torch.int64), micro_batch_size=2)
         return accelerator, model
 
-    with mock.patch.object(test_checkpoint, "prepared", prepared):
+    with mock.patch.object(training, "prepared", prepared):
         return run_steps(recipe=recipe)
 
 

@@ -22,12 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.exceptions import FSTimeoutError
-from pool import HANG_S
-from server import Hub, Server, every, sometimes
 
 from fullshard import hub
 from fullshard.errors import UserError
 from fullshard.hub import bound_hub_waits, is_transient, open_options
+from support import HANG_S
+from support.server import Hub, Server, every, sometimes
 
 CONTENT = bytes(range(256)) * 4000  # 1,024,000 bytes: more than a socket's buffer holds unread.
 ASSETS = Path(hub.__file__).parent / "assets"

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pool import ROOT
-from test_memory import memory_of_a_step
 
 from fullshard.config import ModelConfig, ShardingConfig
 from fullshard.estimate import activation_bytes_per_token, parameter_counts, predict_memory
 from fullshard.sharding import placement_from_yaml
+from support import ROOT
+from support.memory import memory_of_a_step
 
 MODEL = ModelConfig(
     vocab_size=1000, hidden_size=128, intermediate_size=352, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=4

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pool import HANG_S
 
 from fullshard import sharding
 from fullshard.errors import UserError
@@ -24,8 +23,8 @@ from fullshard.sharding import (
     placement_from_environment,
     placement_from_yaml,
 )
+from support import HANG_S, ROOT
 
-ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 FSDP = {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}
 FSDP1 = {"fsdp_version": 1, "fsdp_sync_module_states": False}
@@ -556,6 +555,7 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=HANG_S, check=False)
 
 
+@pytest.mark.launch
 def test_a_shipped_yaml_in_the_real_launcher(tmp_path: Path) -> None:
     """The others: test_parity.py."""
     path = ROOT / "accelerate_configs" / "fsdp.yaml"
@@ -566,6 +566,7 @@ def test_a_shipped_yaml_in_the_real_launcher(tmp_path: Path) -> None:
     assert result.stdout.splitlines() == [expected] * 2
 
 
+@pytest.mark.launch
 def test_a_mistake_under_the_real_launcher_is_said_once_and_named_as_the_cause(tmp_path: Path) -> None:
     """The launcher itself ignores unknown keys in fsdp_config; the ranks do not."""
     (tmp_path / "rank.py").write_text(RANK)
@@ -577,6 +578,7 @@ def test_a_mistake_under_the_real_launcher_is_said_once_and_named_as_the_cause(t
     assert re.search(rf"traceback : .*{re.escape(line)}", result.stderr)
 
 
+@pytest.mark.launch
 def test_cpu_flag_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     result = launch("--cpu", "--config_file", str(ROOT / "accelerate_configs" / "fsdp.yaml"), "rank.py", cwd=tmp_path)

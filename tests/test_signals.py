@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from launcher import Launched, launch
+import pytest
 
 from fullshard.watchdog import HANG_EXIT_CODE
+from support.launcher import Launched, launch
 
+pytestmark = pytest.mark.launch
 LONG = 2000  # Steps: more than are done before the signal.
 
 

@@ -11,8 +11,8 @@ import yaml
 
 from fullshard.parsing import parse_recipe
 from fullshard.sharding import placement_from_yaml
+from support import ROOT
 
-ROOT = Path(__file__).parent.parent
 LAYERS = [
     {
         "standard_streams",
@@ -89,6 +89,17 @@ def test_recipes_assemble(path: Path) -> None:
     tree.body.remove(guards[0])
     forbidden = (ast.For, ast.While, ast.If, ast.Try, ast.ListComp, ast.GeneratorExp, ast.IfExp, ast.Lambda, ast.ClassDef)
     assert [type(node).__name__ for node in ast.walk(tree) if isinstance(node, forbidden)] == []
+
+
+def test_no_test_module_imports_another() -> None:
+    """A helper that two of them need lies in tests/support/, where whoever changes it sees that others use it."""
+    found = {
+        (path.name, name)
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in imports(path)
+        if any(part.startswith("test_") for part in name.split("."))
+    }
+    assert found == set()
 
 
 def test_every_recipe_yaml_parses() -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 import psutil
 import pytest
-from launcher import ROOT, Launched, finished, start
-from pool import HANG_S
+
+from support import HANG_S, ROOT
+from support.launcher import Launched, finished, start
 
 STEPS = 6
 

@@ -13,11 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool import ROOT
-from test_checkpoint import FP32, recipe_for, run_steps
-from test_memory import GQA, measured, memory_of_a_step
-from test_model import TINY, prepared
-from test_train_step import OPTIM, global_batch, whole_parameters
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +28,11 @@ from fullshard.optim import build_optimizer, build_schedule
 from fullshard.parsing import parse_recipe
 from fullshard.sharding import Placement, check_sharding, placement_from_yaml
 from fullshard.units import checkpoint_layers
+from support import ROOT
+from support.memory import measured, memory_of_a_step
+from support.models import GQA, TINY, prepared
+from support.steps import OPTIM, global_batch, whole_parameters
+from support.training import FP32, recipe_for, run_steps
 
 CPU = torch.device("cpu")
 PLAIN = ShardingConfig()

@@ -14,9 +14,9 @@ import timeit
 from pathlib import Path
 
 import pytest
-from pool import HANG_S
 
 from fullshard.watchdog import HANG_EXIT_CODE, PHASES, Watchdog, blame, record_nccl
+from support import HANG_S
 
 
 def started(folder: Path, *bodies: str, timeout_s: float = 1.0, more: str = "") -> list[subprocess.Popen[str]]:

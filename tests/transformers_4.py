@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import launch
 from safetensors.torch import load_file
-from test_export import TIED_HEAD, UNTIED, tokenizer_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fullshard.config import ModelConfig, RopeParameters
@@ -26,6 +24,8 @@ from fullshard.export import _export
 from fullshard.model import build_on_meta, llama_config, materialise
 from fullshard.streams import encoder
 from fullshard.tokenizer import load_tokenizer
+from support.exports import TIED_HEAD, UNTIED, tokenizer_folder
+from support.launcher import launch
 
 TEXTS = ["def f(x):\n    return x  # é 漢字 🙂\n", " leading", "", "a<|im|>b", "\ttabs  and   spaces \n\n"]
 ROWS = torch.randint(0, 4099, (2, 80), generator=torch.Generator().manual_seed(1))  # Longer than max_position_embeddings below.

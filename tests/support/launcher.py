@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pool import HANG_S
 
-ROOT = Path(__file__).parent.parent
+from support import HANG_S, ROOT
 
 # A model and a batch that train in a second; everything else as in the debug recipe.
 SMALL = {

@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from launcher import ROOT, Launched, finished, launch, start
+from support import ROOT
+from support.launcher import Launched, finished, launch, start
 
 STEPS = 20
 NOT_RUN = {"fsdp_cpu_offload": "needs a GPU"}

@@ -15,10 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from support import HANG_S, ROOT
+
 MAX_RANKS = 4
-HANG_S = 600.0
-"""What has not ended by then hangs; no machine is that slow at anything that a test asks for."""
 
 
 def _serve(connection: Connection) -> None:
