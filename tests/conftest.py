@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,6 +13,9 @@ pytest.register_assert_rewrite("support")
 from support.launcher import Launched, launch, start  # noqa: E402
 from support.launches import launched  # noqa: E402
 from support.pool import GlooPool  # noqa: E402
+
+# Tests under nohup inherit that SIGHUP is ignored, and so would all that they start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The local servers are asked directly, whatever proxy the machine has for the rest.
 for name in ("NO_PROXY", "no_proxy"):
