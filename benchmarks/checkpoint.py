@@ -33,16 +33,19 @@ import torch.distributed as dist
 from accelerate import __version__ as accelerate_version
 from torch.distributed.tensor import DTensor
 
-from fullshard.accelerator import agree, build_accelerator, host_group, prepare_model
-from fullshard.bad_steps import BadSteps
-from fullshard.checkpoint import Resume, Saver
-from fullshard.config import Recipe
-from fullshard.model import build_on_meta, llama_config
-from fullshard.optim import build_optimizer, build_schedule
-from fullshard.parsing import parse_recipe
-from fullshard.sharding import check_launch
-from fullshard.tensors import training_tensors
-from fullshard.train import train_step
+from fullshard.checkpoint.resume import Resume
+from fullshard.checkpoint.save import Saver
+from fullshard.checkpoint.tensors import training_tensors
+from fullshard.model.bad_steps import BadSteps
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.optim import build_optimizer, build_schedule
+from fullshard.parallel.accelerator import build_accelerator
+from fullshard.parallel.agree import agree, host_group
+from fullshard.parallel.wrap import prepare_model
+from fullshard.placement.launch import check_launch
+from fullshard.recipe.fields import Recipe
+from fullshard.recipe.parsing import parse_recipe
+from fullshard.train.step import train_step
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "records" / "checkpoint.json"

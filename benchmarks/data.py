@@ -36,11 +36,11 @@ import psutil  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from fullshard.config import DataConfig  # noqa: E402
-from fullshard.data import Batches, train_batches  # noqa: E402
-from fullshard.sources import list_corpus, stdlib_files  # noqa: E402
-from fullshard.streams import WHOLE, Tokenized, encoder, pack  # noqa: E402
-from fullshard.tokenizer import load_tokenizer  # noqa: E402
+from fullshard.data.batches import Batches, train_batches  # noqa: E402
+from fullshard.data.sources import list_corpus, stdlib_files  # noqa: E402
+from fullshard.data.streams import WHOLE, Tokenized, encoder, pack  # noqa: E402
+from fullshard.data.tokenizer import load_tokenizer  # noqa: E402
+from fullshard.recipe.fields import DataConfig  # noqa: E402
 from support.server import Server  # noqa: E402
 
 TOKENIZER = load_tokenizer("bundled")

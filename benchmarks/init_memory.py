@@ -16,13 +16,16 @@ import time
 import torch
 from accelerate.utils import gather_object
 
-from fullshard.accelerator import build_accelerator, check_precision, prepare_model
 from fullshard.errors import one_line_errors
-from fullshard.estimate import GIB
-from fullshard.memory import host_rss_bytes
-from fullshard.model import build_on_meta, llama_config, sharded_fraction, weights_hash
-from fullshard.parsing import parse_recipe
-from fullshard.sharding import check_launch
+from fullshard.measure.memory import host_rss_bytes
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.parameters import sharded_fraction, weights_hash
+from fullshard.parallel.accelerator import build_accelerator
+from fullshard.parallel.precision import check_precision
+from fullshard.parallel.wrap import prepare_model
+from fullshard.placement.launch import check_launch
+from fullshard.plan.shapes import GIB
+from fullshard.recipe.parsing import parse_recipe
 
 # TinyLlama's shape (arXiv:2401.02385): 1.1 B parameters. Any of it can be overridden on the command line, which is read after it.
 SHAPE = {

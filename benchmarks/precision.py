@@ -33,7 +33,7 @@ def cpu() -> dict[str, Any]:
     """What torch says of this CPU."""
     import torch
 
-    from fullshard.cpu_products import has_fast_products
+    from fullshard.parallel.cpu_products import has_fast_products
 
     fast = [name for name, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items() if has_fast_products(dtype)]
     return {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "fast_products": fast}

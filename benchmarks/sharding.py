@@ -57,19 +57,20 @@ MIB = 2**20
 
 def take_steps(*, steps: int, words: Sequence[str]) -> dict[str, Any]:
     """What rank 0 measures over `steps` steps and one more: the recipe's run, without what is around its steps."""
-    from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.communication import count_communication
-    from fullshard.config import resolve_batch
-    from fullshard.data import train_batches
-    from fullshard.estimate import sent_bytes
-    from fullshard.memory import measure_memory, optimizer_bytes, tensor_bytes
-    from fullshard.model import build_on_meta, llama_config
-    from fullshard.optim import build_optimizer, build_schedule
-    from fullshard.parsing import parse_recipe
-    from fullshard.sharding import placement_from_environment
-    from fullshard.sources import list_corpus
-    from fullshard.tokenizer import load_tokenizer
-    from fullshard.train import train_step
+    from fullshard.data.batches import train_batches
+    from fullshard.data.sources import list_corpus
+    from fullshard.data.tokenizer import load_tokenizer
+    from fullshard.measure.communication import count_communication
+    from fullshard.measure.memory import measure_memory, optimizer_bytes, tensor_bytes
+    from fullshard.model.build import build_on_meta, llama_config
+    from fullshard.model.optim import build_optimizer, build_schedule
+    from fullshard.parallel.accelerator import build_accelerator
+    from fullshard.parallel.wrap import prepare_model
+    from fullshard.placement.placement import placement_from_environment
+    from fullshard.plan.communication import sent_bytes
+    from fullshard.recipe.batch import resolve_batch
+    from fullshard.recipe.parsing import parse_recipe
+    from fullshard.train.step import train_step
 
     placement = placement_from_environment()
     recipe = resolve_batch(parse_recipe(words), world_size=placement.num_processes)
@@ -157,7 +158,7 @@ def _thinned(timeline: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 def measure(*, configs: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
     """The record: rank 0's values of the first round, and of the times the medians over the rounds."""
-    from fullshard.sharding import placement_from_yaml
+    from fullshard.placement.placement import placement_from_yaml
 
     pool = GlooPool()
     runs: dict[str, list[dict[str, Any]]] = {config: [] for config in configs}

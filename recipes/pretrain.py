@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 
-from fullshard.config import check_output_dir, resolve_batch
 from fullshard.errors import one_line_errors
-from fullshard.parsing import parse_recipe
-from fullshard.preemption import end_with_launcher
-from fullshard.sharding import check_launch, check_sharding
+from fullshard.placement.fit import check_sharding
+from fullshard.placement.launch import check_launch
+from fullshard.process.preemption import end_with_launcher
+from fullshard.recipe.batch import resolve_batch
+from fullshard.recipe.checks import check_output_dir
+from fullshard.recipe.parsing import parse_recipe
 
 
 @one_line_errors
@@ -24,17 +26,21 @@ def main() -> None:
     check_output_dir(recipe)
 
     # Imported here: torch and transformers take seconds, and a mistake in a YAML is told before.
-    from fullshard.accelerator import build_accelerator, on_main, prepare_model
-    from fullshard.bad_steps import BadSteps
-    from fullshard.checkpoint import find_checkpoint, load_checkpoint
-    from fullshard.data import evaluation_rows, survey, train_batches
-    from fullshard.document_mask import masked_document_end
-    from fullshard.metrics import check_trackers
-    from fullshard.model import build_on_meta, llama_config
-    from fullshard.optim import build_optimizer, build_schedule
-    from fullshard.run import finish, start
-    from fullshard.tokenizer import load_tokenizer
-    from fullshard.train import train
+    from fullshard.checkpoint.resume import find_checkpoint
+    from fullshard.checkpoint.state import load_checkpoint
+    from fullshard.data.batches import survey, train_batches
+    from fullshard.data.held_out import evaluation_rows
+    from fullshard.data.tokenizer import load_tokenizer
+    from fullshard.model.bad_steps import BadSteps
+    from fullshard.model.build import build_on_meta, llama_config
+    from fullshard.model.document_mask import masked_document_end
+    from fullshard.model.optim import build_optimizer, build_schedule
+    from fullshard.parallel.accelerator import build_accelerator
+    from fullshard.parallel.agree import on_main
+    from fullshard.parallel.wrap import prepare_model
+    from fullshard.train.log import check_trackers
+    from fullshard.train.loop import train
+    from fullshard.train.run import finish, start
 
     trackers = check_trackers(recipe.logging.trackers)
     accelerator = build_accelerator(

@@ -31,8 +31,8 @@ import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fullshard.config import Recipe
-from fullshard.manifest import MANIFEST, STATE, checkpoint_steps, checkpoints_folder, faults, verify
+from fullshard.checkpoint.manifest import MANIFEST, STATE, checkpoint_steps, checkpoints_folder, faults, verify
+from fullshard.recipe.fields import Recipe
 from support.launcher import launch, start
 from support.models import TINY, prepared
 from support.pool import GlooPool
@@ -355,7 +355,7 @@ def inflict(damage: Damage, folder: Path, *, before: Path) -> None:
 
 def resumes(*, recipes: list[Recipe]) -> list[tuple[int, tuple[str, ...]]]:
     """On each rank: step and notes of what each recipe goes on from."""
-    from fullshard.checkpoint import find_checkpoint
+    from fullshard.checkpoint.resume import find_checkpoint
 
     accelerator, _ = prepared()
     found = [find_checkpoint(recipe=recipe, accelerator=accelerator) for recipe in recipes]

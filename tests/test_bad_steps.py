@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fullshard.bad_steps import HISTORY, LEAST_HISTORY, BadSteps
-from fullshard.config import Recipe
+from fullshard.model.bad_steps import HISTORY, LEAST_HISTORY, BadSteps
+from fullshard.recipe.fields import Recipe
 from support.training import STREAMS, FakeBatches, column, folders, lines, recipe_for, run_steps, with_checkpoint, with_train
 
 ROWS = STREAMS  # Of a global batch.
@@ -21,11 +21,11 @@ def with_faults(*, recipe: Recipe, fault: str, rows: list[int], rank: int = 1) -
     """run_steps where the loss of one rank is broken in the steps that begin at these rows of the run's data."""
     from accelerate import PartialState
 
-    from fullshard import train
+    from fullshard.train import step
 
     reading: dict[str, int] = {}
     read = FakeBatches.__next__
-    loss_sum = train.next_token_loss_sum
+    loss_sum = step.next_token_loss_sum
 
     def tracked(self: FakeBatches) -> torch.Tensor:
         reading["row"] = self.rows
@@ -37,7 +37,7 @@ def with_faults(*, recipe: Recipe, fault: str, rows: list[int], rank: int = 1) -
             return loss * {"nan": torch.nan, "inf": torch.inf, "spike": 1e4}[fault]
         return loss
 
-    with mock.patch.object(FakeBatches, "__next__", tracked), mock.patch.object(train, "next_token_loss_sum", broken):
+    with mock.patch.object(FakeBatches, "__next__", tracked), mock.patch.object(step, "next_token_loss_sum", broken):
         return run_steps(recipe=recipe)
 
 
@@ -138,7 +138,7 @@ def test_a_spike_is_left_out_by_all_ranks(pool: Any, tmp_path: Path) -> None:
 
 
 def short_history(**arguments: Any) -> dict[str, Any]:
-    from fullshard import bad_steps
+    from fullshard.model import bad_steps
 
     with mock.patch.object(bad_steps, "LEAST_HISTORY", 2):
         return with_faults(**arguments)
@@ -263,15 +263,15 @@ def stopped_after_rollback(*, recipe: Recipe, rows: list[int]) -> dict[str, Any]
     import os
     import signal
 
-    from fullshard import train
+    from fullshard.train import loop
 
-    roll_back = train._roll_back
+    roll_back = loop.roll_back
 
     def then_stopped(*arguments: Any, **options: Any) -> None:
         roll_back(*arguments, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    with mock.patch.object(train, "_roll_back", then_stopped):
+    with mock.patch.object(loop, "roll_back", then_stopped):
         return with_faults(recipe=recipe, fault="inf", rows=rows)
 
 
@@ -286,13 +286,13 @@ def test_a_run_that_stops_waits_for_the_save_under_way(pool: Any, tmp_path: Path
 def slow_saves(*, recipe: Recipe, rows: list[int]) -> dict[str, Any]:
     import time
 
-    from fullshard import checkpoint
+    import torch.distributed.checkpoint as dcp
 
-    save = checkpoint.dcp.save
+    save = dcp.save
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(3)
         return save(*arguments, **options)
 
-    with mock.patch.object(checkpoint.dcp, "save", slow):
+    with mock.patch.object(dcp, "save", slow):
         return with_faults(recipe=recipe, fault="inf", rows=rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.parsing import parse_recipe
+from fullshard.recipe.parsing import parse_recipe
 from support import HANG_S, ROOT
 from support.benchmarks import benchmark
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from campaign import FILES, LAUNCHER, OPTIONS, TREE, WAYS, Kill, damaged_runs, damages, differences, killed_run, schedule
-from fullshard import accelerator
-from fullshard.manifest import checkpoint_steps
+from fullshard.checkpoint.manifest import checkpoint_steps
+from fullshard.parallel import accelerator
 from support import HANG_S
 from support.launcher import launch
 
@@ -85,7 +85,7 @@ def test_the_ranks_of_a_new_start_do_not_meet_those_of_the_last_one() -> None:
 
 def test_a_rank_that_has_not_begun_to_train_ends_with_its_launcher() -> None:
     """Of a kill -9 too. It would wait for the launcher's store, for longer than an hour."""
-    call = "from fullshard.preemption import end_with_launcher; end_with_launcher(); print('ready', flush=True)"
+    call = "from fullshard.process.preemption import end_with_launcher; end_with_launcher(); print('ready', flush=True)"
     rank = f"import os, time; print(os.getpid(), flush=True); {call}; time.sleep({4 * HANG_S})"
     command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"]
     with subprocess.Popen(command, env=os.environ | {"TORCHELASTIC_RUN_ID": "none"}, stdout=subprocess.PIPE, text=True) as launcher:

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.changes import COMPARED, NOT_COMPARED, SHAPE, Change, check_changes, covers, recipe_changes, schedule_steps
-from fullshard.config import CheckpointConfig, OptimConfig, Recipe, SourceConfig, TrainConfig, check_recipe, flat, recipe_to_dict
 from fullshard.errors import UserError
-from fullshard.parsing import KEYS, parse_recipe
-from fullshard.schedule import learning_rate_factor
+from fullshard.recipe.changes import COMPARED, NOT_COMPARED, SHAPE, Change, check_changes, covers, recipe_changes, schedule_steps
+from fullshard.recipe.checks import check_recipe
+from fullshard.recipe.fields import CheckpointConfig, OptimConfig, Recipe, SourceConfig, TrainConfig
+from fullshard.recipe.parsing import KEYS, parse_recipe
+from fullshard.recipe.schedule import learning_rate_factor
+from fullshard.recipe.writing import flat, recipe_to_dict
 from support import HANG_S
 
 OTHER_VALUES: dict[str, Any] = {
@@ -276,5 +278,5 @@ def test_o10_what_was_told_once_holds() -> None:
 
 
 def test_without_torch() -> None:
-    program = "import sys, fullshard.changes; assert 'torch' not in sys.modules"
+    program = "import sys, fullshard.recipe.changes; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", program], timeout=HANG_S, check=False).returncode == 0

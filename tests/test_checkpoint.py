@@ -15,9 +15,9 @@ import pytest
 import torch
 import yaml
 
-from fullshard.config import CheckpointConfig, ModelConfig, Recipe
 from fullshard.errors import UserError
-from fullshard.run import _end_table
+from fullshard.recipe.fields import CheckpointConfig, ModelConfig, Recipe
+from fullshard.train.run import _end_table
 from support.models import TIED, TINY, prepared
 from support.training import FP32, STEPS, STREAMS, assembled, column, folders, lines, recipe_for, run_steps, saving
 
@@ -143,8 +143,8 @@ def started_late(*, recipe: Recipe) -> list[str]:
     """What is in the run folder when `start` returns, where the main process is slow to open it."""
     from unittest import mock
 
-    from fullshard import run
-    from fullshard.sharding import placement_from_environment
+    from fullshard.placement.placement import placement_from_environment
+    from fullshard.train import run
 
     resume, parts = assembled(recipe)
     opens = run._open_run_folder
@@ -309,7 +309,8 @@ def killed_while_saving(*, recipe: Recipe) -> list[tuple[str, list[str], int, li
     """Ends a second save at some points: (point, folders left, step that is found then, folders after the next save)."""
     from unittest import mock
 
-    from fullshard import checkpoint
+    from fullshard.checkpoint import resume as resume_module
+    from fullshard.checkpoint import save as save_module
 
     _, parts = assembled(recipe)
     accelerator = parts["accelerator"]
@@ -332,8 +333,8 @@ def killed_while_saving(*, recipe: Recipe) -> list[tuple[str, list[str], int, li
         return mock.patch.object(Path, "rename", patched)
 
     points = [
-        ("in shards", mock.patch.object(checkpoint.dcp, "save", half_a_shard), 4),
-        ("before state", mock.patch.object(checkpoint.json, "dump", side_effect=Killed), 4),
+        ("in shards", mock.patch.object(save_module.dcp, "save", half_a_shard), 4),
+        ("before state", mock.patch.object(save_module.json, "dump", side_effect=Killed), 4),
         ("before rename", dies_at("step_00000004"), 4),
         ("between the renames of a replacement", dies_at("step_00000002"), 2),
     ]
@@ -343,7 +344,7 @@ def killed_while_saving(*, recipe: Recipe) -> list[tuple[str, list[str], int, li
         save(2)
         with patch, pytest.raises(Killed):
             save(step)
-        left, resume = folders(output_dir), checkpoint.find_checkpoint(recipe=auto, accelerator=accelerator)
+        left, resume = folders(output_dir), resume_module.find_checkpoint(recipe=auto, accelerator=accelerator)
         save(6)
         found.append((point, left, resume.step, folders(output_dir)))
     return found
@@ -408,7 +409,7 @@ def test_a_damaged_checkpoint_stops_all_ranks_in_one_line(pool: Any, straight: A
 
 
 def asked_on_main(*, error: Exception | None) -> tuple[str, Any]:
-    from fullshard.accelerator import on_main
+    from fullshard.parallel.agree import on_main
 
     accelerator, _ = prepared(TINY)
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fullshard.communication import count_communication
-from fullshard.config import ModelConfig, ShardingConfig
-from fullshard.estimate import Communication, fsdp_units, parameter_shapes, sent_bytes, step_communication
-from fullshard.model import llama_config
-from fullshard.optim import build_optimizer, build_schedule
-from fullshard.sharding import Placement, placement_from_environment
+from fullshard.measure.communication import count_communication
+from fullshard.model.build import llama_config
+from fullshard.model.optim import build_optimizer, build_schedule
+from fullshard.placement.placement import Placement, placement_from_environment
+from fullshard.plan.communication import Communication, sent_bytes, step_communication
+from fullshard.plan.shapes import fsdp_units, parameter_shapes
+from fullshard.recipe.fields import ModelConfig, ShardingConfig
 from support import ROOT
 from support.models import TIED, TINY, prepared
 from support.steps import OPTIM
@@ -27,7 +28,7 @@ NO = {"ACCELERATE_MIXED_PRECISION": "no"}
 
 def step_counts(model: ModelConfig, sharding: ShardingConfig) -> list[tuple[Communication, Communication]]:
     """(counted, computed) of a step with 1 micro batch and one with 3. The steps before them let DDP rebuild its buckets."""
-    from fullshard.train import train_step
+    from fullshard.train.step import train_step
 
     placement = placement_from_environment()
     accelerator, built = prepared(model, sharding=sharding)

@@ -14,19 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fullshard.config import (
-    ROPE_FIELDS,
-    DataConfig,
-    ModelConfig,
-    Recipe,
-    TrainConfig,
-    gradient_accumulation_steps,
-    recipe_to_dict,
-    recipe_to_yaml,
-    resolve_batch,
-)
 from fullshard.errors import UserError
-from fullshard.parsing import DEFAULT_RECIPE, KEYS, parse_recipe
+from fullshard.recipe.batch import gradient_accumulation_steps, resolve_batch
+from fullshard.recipe.checks import ROPE_FIELDS
+from fullshard.recipe.fields import DataConfig, ModelConfig, Recipe, TrainConfig
+from fullshard.recipe.parsing import DEFAULT_RECIPE, KEYS, parse_recipe
+from fullshard.recipe.writing import recipe_to_dict, recipe_to_yaml
 from support import HANG_S, ROOT
 
 TRAIN_KEYS = ", ".join(entry.name for entry in dataclasses.fields(TrainConfig))

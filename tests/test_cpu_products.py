@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fullshard import cpu_products
-from fullshard.config import ModelConfig, ShardingConfig
-from fullshard.cpu_products import has_fast_products, products_line, widen_products
-from fullshard.losses import next_token_loss_sum
-from fullshard.memory import measure_memory
-from fullshard.model import llama_config
-from fullshard.units import checkpoint_layers
+from fullshard.measure.memory import measure_memory
+from fullshard.model.build import llama_config
+from fullshard.model.losses import next_token_loss_sum
+from fullshard.parallel import cpu_products
+from fullshard.parallel.cpu_products import has_fast_products, products_line, widen_products
+from fullshard.parallel.units import checkpoint_layers
+from fullshard.recipe.fields import ModelConfig, ShardingConfig
 from support import ROOT
 from support.launcher import Launched
 
@@ -252,7 +252,7 @@ def test_a_process_may_compute_in_one_type_after_another(monkeypatch: pytest.Mon
 
 def test_torch_does_not_warn_of_it() -> None:
     program = (
-        "import torch; from fullshard import cpu_products\n"
+        "import torch; from fullshard.parallel import cpu_products\n"
         "cpu_products.has_fast_products = lambda dtype: False\n"
         "cpu_products.widen_products(torch.bfloat16)\n"
         "assert (torch.ones(2, 2).bfloat16() @ torch.ones(2, 2).bfloat16()).sum() == 8"

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from fullshard.config import DataConfig
+from fullshard.data.pieces import Tally
+from fullshard.data.readers import documents
+from fullshard.data.sources import list_corpus
+from fullshard.data.streams import reading_of, whole
+from fullshard.data.tokenizer import load_tokenizer
 from fullshard.errors import UserError
-from fullshard.readers import Tally, documents
-from fullshard.sources import list_corpus
-from fullshard.streams import reading_of, whole
-from fullshard.tokenizer import load_tokenizer
+from fullshard.recipe.fields import DataConfig
 
 TEXTS = ["null", "NA", "nan", "007", "1.50", "True", 'a, "b"\nc', "2020-01-01", "", "1e5"]
 

@@ -15,12 +15,13 @@ import torch
 from tokenizers import Tokenizer
 
 from fullshard.assets.train_tokenizer import VOCAB_SIZE, bytes_per_token, train_tokenizer
-from fullshard.config import DataConfig
-from fullshard.data import Batches, evaluation_rows, train_batches, weighed
-from fullshard.dealing import deal
+from fullshard.data.batches import Batches, train_batches, weighed
+from fullshard.data.dealing import deal
+from fullshard.data.held_out import evaluation_rows
+from fullshard.data.sources import list_corpus, stdlib_files
+from fullshard.data.tokenizer import BUNDLED_TOKENIZER, END_OF_TEXT, load_tokenizer
 from fullshard.errors import UserError
-from fullshard.sources import list_corpus, stdlib_files
-from fullshard.tokenizer import BUNDLED_TOKENIZER, END_OF_TEXT, load_tokenizer
+from fullshard.recipe.fields import DataConfig
 
 NUM_STREAMS = 12
 
@@ -296,10 +297,10 @@ def test_mistakes_in_held_out_data_are_one_line(corpus, tokenizer, tmp_path, cha
 def test_a_process_that_stops_in_the_middle_of_a_stream_ends_in_silence(corpus, workers):
     script = """
 import sys
-from fullshard.config import DataConfig
-from fullshard.data import train_batches
-from fullshard.sources import list_corpus
-from fullshard.tokenizer import load_tokenizer
+from fullshard.recipe.fields import DataConfig
+from fullshard.data.batches import train_batches
+from fullshard.data.sources import list_corpus
+from fullshard.data.tokenizer import load_tokenizer
 data = DataConfig(path="text", data_files=[sys.argv[1]], num_streams=2, sequence_length=32, num_workers=int(sys.argv[2]))
 corpus = list_corpus(data, held_out=False)
 batches = train_batches(

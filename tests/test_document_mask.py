@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.document_mask import document_context, document_targets
-from fullshard.losses import IGNORED
-from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.document_mask import document_context, document_targets
+from fullshard.model.initialise import materialise
+from fullshard.model.losses import IGNORED
+from fullshard.model.parameters import canonical_parameters
 from support.models import TINY, prepared
 
 END = 0
@@ -61,7 +63,7 @@ def test_targets_are_the_pairs_inside_documents() -> None:
 
 def isolation(*, length: int) -> dict[str, Any]:
     """Logits of a row's second half, after an END, with different first halves."""
-    from fullshard.accelerator import COMPUTE_DTYPE
+    from fullshard.parallel.precision import COMPUTE_DTYPE
 
     torch._dynamo.utils.counters.clear()
     accelerator, model = prepared(TINY)
@@ -121,7 +123,7 @@ def test_a_document_changes_no_logit_of_another(pool: Any, config: str, environm
 
 
 def packed_step(*, micro_batch_size: int) -> dict[str, Any]:
-    from fullshard.train import train_step
+    from fullshard.train.step import train_step
 
     accelerator, model = prepared(TINY)
     gradients: dict[str, torch.Tensor] = {}
@@ -188,7 +190,7 @@ def test_loss_and_gradient_are_those_of_the_documents_apart(
 
 
 def held_out(*, rows_per_rank: list[int], micro_batch_size: int) -> float:
-    from fullshard.evaluate import evaluate
+    from fullshard.train.evaluate import evaluate
 
     accelerator, model = prepared(TINY)
     first = sum(rows_per_rank[: accelerator.process_index])

@@ -17,14 +17,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fullshard import __main__, export
-from fullshard.config import DataConfig, ModelConfig, Recipe, ShardingConfig
+from fullshard import __main__
+from fullshard.checkpoint import export
+from fullshard.checkpoint.export import describe_export, export_checkpoint, exportable
+from fullshard.checkpoint.manifest import record_files, write_manifest
+from fullshard.data.streams import encoder
+from fullshard.data.tokenizer import load_tokenizer
 from fullshard.errors import UserError
-from fullshard.export import describe_export, export_checkpoint, exportable
-from fullshard.manifest import record_files, write_manifest
-from fullshard.model import build_on_meta, canonical_parameters, llama_config, whole_tensor
-from fullshard.streams import encoder
-from fullshard.tokenizer import load_tokenizer
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.parameters import canonical_parameters, whole_tensor
+from fullshard.recipe.fields import DataConfig, ModelConfig, Recipe, ShardingConfig
 from support import HANG_S
 from support.exports import TIED_HEAD, UNTIED, tokenizer_folder
 
@@ -35,8 +37,9 @@ WRAPPED = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "ACCELERATE_DYNAMO_BACKEND":
 
 def trained(model: ModelConfig) -> tuple[Any, Any, Any]:
     """(Accelerator, model, optimizer) after two steps."""
-    from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.sharding import placement_from_environment
+    from fullshard.parallel.accelerator import build_accelerator
+    from fullshard.parallel.wrap import prepare_model
+    from fullshard.placement.placement import placement_from_environment
 
     accelerator = build_accelerator(placement=placement_from_environment(), sharding=ShardingConfig(), trackers=[])
     prepared = prepare_model(accelerator, build_on_meta(llama_config(model, tokenizer=load_tokenizer("bundled"))), seed=7)
@@ -49,9 +52,10 @@ def trained(model: ModelConfig) -> tuple[Any, Any, Any]:
 
 
 def save(recipe: Recipe, *, accelerator: Any, model: Any, optimizer: Any) -> None:
-    from fullshard.bad_steps import BadSteps
-    from fullshard.checkpoint import Resume, Saver
-    from fullshard.sharding import placement_from_environment
+    from fullshard.checkpoint.resume import Resume
+    from fullshard.checkpoint.save import Saver
+    from fullshard.model.bad_steps import BadSteps
+    from fullshard.placement.placement import placement_from_environment
 
     resume = Resume(schedule_steps=recipe.train.max_steps)
     saver = Saver(recipe=recipe, placement=placement_from_environment(), accelerator=accelerator, resume=resume)
@@ -63,8 +67,8 @@ def save(recipe: Recipe, *, accelerator: Any, model: Any, optimizer: Any) -> Non
 
 def run(*, output_dir: Path, model: ModelConfig) -> dict[str, Any]:
     """Trains, saves a checkpoint and exports as the end of a run does; what the trained model is and says."""
-    from fullshard.evaluate import evaluate
-    from fullshard.export import export_model
+    from fullshard.checkpoint.export import export_model
+    from fullshard.train.evaluate import evaluate
 
     recipe = Recipe(output_dir=str(output_dir), model=model, data=DataConfig(sequence_length=32))
     accelerator, prepared, optimizer = trained(model)
@@ -231,8 +235,8 @@ def test_type_is_obeyed_recorded_and_opened_as_it_is(sharded: Any, tmp_path: Pat
 
 def export_memory(*, folder: Path, file_bytes: int) -> dict[str, int]:
     """Bytes that a rank holds more than before: at most during the export, and after it."""
-    from fullshard.export import export_model
-    from fullshard.memory import measure_memory
+    from fullshard.checkpoint.export import export_model
+    from fullshard.measure.memory import measure_memory
 
     accelerator, model, _ = trained(replace(UNTIED, vocab_size=4099, hidden_size=72, num_hidden_layers=40))
     tokenizer = load_tokenizer("bundled")
@@ -442,7 +446,7 @@ def failing_export(*, folder: Path, what: str) -> str:
     """The error, as this rank sees it."""
     import resource
 
-    from fullshard.export import export_model
+    from fullshard.checkpoint.export import export_model
 
     accelerator, model, _ = trained(UNTIED)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

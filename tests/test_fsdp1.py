@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.config import ModelConfig, ShardingConfig
-from fullshard.estimate import GIB, predict_memory
-from fullshard.fsdp1 import FlatPiece, _row_bounds
-from fullshard.memory import tensor_bytes
-from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash, whole_shape
-from fullshard.optim import build_optimizer, build_schedule
-from fullshard.sharding import environment_from_yaml, placement_from_environment
+from fullshard.measure.memory import tensor_bytes
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.fsdp1 import FlatPiece, _row_bounds
+from fullshard.model.initialise import materialise
+from fullshard.model.optim import build_optimizer, build_schedule
+from fullshard.model.parameters import canonical_parameters, sharded_fraction, weights_hash, whole_shape
+from fullshard.placement.placement import environment_from_yaml, placement_from_environment
+from fullshard.plan.memory import predict_memory
+from fullshard.plan.shapes import GIB
+from fullshard.recipe.fields import ModelConfig, ShardingConfig
 from support import ROOT
 from support.launcher import launch
 from support.memory import memory_of_a_step
@@ -123,7 +126,7 @@ def test_decay_is_on_matrices_only(pool: Any) -> None:
 
 
 def contract() -> dict[str, Any]:
-    from fullshard.accelerator import check_precision, precision_policies
+    from fullshard.parallel.precision import check_precision, precision_policies
 
     accelerator, model = prepared(TINY)
     policies = {name: (str(p.param_dtype), str(p.reduce_dtype), str(p.buffer_dtype)) for name, p in precision_policies(model)}
@@ -167,7 +170,7 @@ def test_held_out_loss_and_completions(pool: Any, strategy: str) -> None:
 
 
 def left_after_evaluation() -> dict[str, Any]:
-    from fullshard.evaluate import evaluate
+    from fullshard.train.evaluate import evaluate
 
     accelerator, model = prepared(TINY)
     before = tensor_bytes(model.parameters())
@@ -227,8 +230,8 @@ def run_steps(*, first: int, last: int, folder: str = "", load: bool = False, sa
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from fullshard.tensors import restore_tensors, training_tensors
-    from fullshard.train import train_step
+    from fullshard.checkpoint.tensors import restore_tensors, training_tensors
+    from fullshard.train.step import train_step
 
     accelerator, model = prepared(TINY, seed=1 if load else 7)
     optimizer = build_optimizer(model.parameters(), optim=OPTIM)
@@ -269,9 +272,9 @@ def run_steps(*, first: int, last: int, folder: str = "", load: bool = False, sa
 
 def step_back() -> list[tuple[float, float]]:
     """(loss, norm) of the second step, twice: before and after going back to the state between the steps."""
-    from fullshard.evaluate import evaluate
-    from fullshard.tensors import restore_tensors, training_tensors
-    from fullshard.train import train_step
+    from fullshard.checkpoint.tensors import restore_tensors, training_tensors
+    from fullshard.train.evaluate import evaluate
+    from fullshard.train.step import train_step
 
     accelerator, model = prepared(TINY)
     optimizer = build_optimizer(model.parameters(), optim=OPTIM)

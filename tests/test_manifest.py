@@ -17,9 +17,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard import manifest
-from fullshard.errors import UserError
-from fullshard.manifest import (
+from fullshard.checkpoint import manifest
+from fullshard.checkpoint.manifest import (
     MANIFEST,
     STATE,
     FileRecord,
@@ -33,6 +32,7 @@ from fullshard.manifest import (
     verify,
     write_manifest,
 )
+from fullshard.errors import UserError
 from support import HANG_S
 
 NAMES = [".metadata", "__0_0.distcp", "__1_0.distcp", STATE]

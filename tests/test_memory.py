@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from fullshard.config import ModelConfig, ShardingConfig
-from fullshard.document_mask import document_context
-from fullshard.estimate import activation_bytes_per_token, parameter_counts, predict_memory
-from fullshard.losses import next_token_loss_sum
-from fullshard.memory import _cpu_use, count_cpu_memory, measure_memory, tensor_bytes
-from fullshard.model import llama_config
-from fullshard.sharding import placement_from_yaml
+from fullshard.measure.memory import _cpu_use, count_cpu_memory, measure_memory, tensor_bytes
+from fullshard.model.build import llama_config
+from fullshard.model.document_mask import document_context
+from fullshard.model.losses import next_token_loss_sum
+from fullshard.placement.placement import placement_from_yaml
+from fullshard.plan.memory import activation_bytes_per_token, predict_memory
+from fullshard.plan.shapes import parameter_counts
+from fullshard.recipe.fields import ModelConfig, ShardingConfig
 from support import ROOT
 from support.memory import measured, memory_of_a_step
 from support.models import GQA, MHA

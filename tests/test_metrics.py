@@ -19,18 +19,11 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from rich.console import Console
 
-from fullshard.config import LoggingConfig, ModelConfig, Recipe
 from fullshard.errors import UserError
-from fullshard.metrics import (
-    RunLog,
-    check_trackers,
-    open_log,
-    peak_flops,
-    peak_flops_of_gpu,
-    throughput,
-    training_flops_per_token,
-)
+from fullshard.recipe.fields import LoggingConfig, ModelConfig, Recipe
 from fullshard.terminal import Terminal, duration
+from fullshard.train.flops import peak_flops, peak_flops_of_gpu, throughput, training_flops_per_token
+from fullshard.train.log import RunLog, check_trackers, open_log
 from support import HANG_S, ROOT
 from support.wandb_runs import history, inspected
 
@@ -213,7 +206,7 @@ def test_a_key_that_wandb_refuses_falls_back_to_offline(tmp_path: Path, monkeypa
 
 
 def test_a_key_in_netrc_or_settings_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fullshard.metrics import _wandb_credentials_exist
+    from fullshard.train.log import _wandb_credentials_exist
 
     environment = {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path), "WANDB_DIR": str(tmp_path / "none")}
     assert not _wandb_credentials_exist(environment)
@@ -254,8 +247,8 @@ import sys
 from pathlib import Path
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from fullshard.config import Recipe
-from fullshard.metrics import check_trackers, open_log
+from fullshard.recipe.fields import Recipe
+from fullshard.train.log import check_trackers, open_log
 PartialState(cpu=True)
 accelerator = Accelerator(log_with=check_trackers(["wandb"]))
 assert accelerator.num_processes == 2

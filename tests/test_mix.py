@@ -23,13 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fullshard import dealing
-from fullshard.config import DataConfig, EvaluationConfig, Recipe, SourceConfig, TrainConfig
-from fullshard.data import weighed
-from fullshard.dealing import deal
-from fullshard.describe import describe
+from fullshard.data import batches as batches_module
+from fullshard.data import weighing
+from fullshard.data.batches import weighed
+from fullshard.data.dealing import deal
+from fullshard.data.describe import describe
+from fullshard.data.sources import list_corpus
 from fullshard.errors import UserError
-from fullshard.sources import list_corpus
+from fullshard.recipe.fields import DataConfig, EvaluationConfig, Recipe, SourceConfig, TrainConfig
 from fullshard.terminal import Terminal
 from support.launcher import launch
 from support.streams import BATCH, TOKENIZER, Leg, Ran, compress, ids_of, ranks, run, small
@@ -104,8 +105,9 @@ def lengths_of(data: DataConfig) -> dict[str, int]:
     lengths: Counter[str] = Counter()
     (batches,) = ranks(single, batch=1)
     reading = batches._plan.readings[0]
-    from fullshard.readers import Tally, documents
-    from fullshard.streams import whole
+    from fullshard.data.pieces import Tally
+    from fullshard.data.readers import documents
+    from fullshard.data.streams import whole
 
     for file in reading.source.files:
         for cursor, _, value in documents(whole(file), 0, reading, Tally()):
@@ -156,7 +158,7 @@ def test_a_launched_run_reads_the_large_compressed_file(tmp_path):
 def test_a_wide_column_beside_the_text_of_one_file(tmp_path, monkeypatch, counted):
     """The file without it was half of the text and 3 % of the tokens."""
     if not counted:
-        monkeypatch.setattr(dealing, "COUNTED_BYTES", 0)
+        monkeypatch.setattr(weighing, "COUNTED_BYTES", 0)
     generator = random.Random(0)
     files = [[text_of(generator, 30 + row % 7) for row in range(2000)] for _ in range(2)]
     data = small(write(tmp_path / "data", "parquet", files, blob=[2000, 0]), num_streams=64, sequence_length=64)
@@ -228,7 +230,7 @@ def _is_held_out(name: str, data: DataConfig) -> bool:
 @pytest.mark.parametrize("kind", ["parquet", "tokens", "lines", "lines.gz", "lines.zst", "csv", "csv.gz", "json"])
 def test_shares_of_files_that_are_not_read_before_the_run(tmp_path, monkeypatch, kind):
     """As of a source of more than 16 MiB: from footers, sizes and a sample. A file's documents are alike; files differ in all else."""
-    monkeypatch.setattr(dealing, "COUNTED_BYTES", 0)
+    monkeypatch.setattr(weighing, "COUNTED_BYTES", 0)
     generator = random.Random(0)
     files = [[text_of(generator, words) for _ in range(count)] for count, words in ((1200, 40), (300, 40), (300, 160), (30, 40))]
     blob = [0, 0, 0, 0] if kind in ("lines.gz", "lines.zst") else [0, 400, 0, 400]
@@ -333,7 +335,7 @@ def test_a_run_that_goes_on_weighs_nothing(tmp_path, monkeypatch):
     data = small(write(tmp_path / "data", "lines", [["a b c"] * 40], blob=[0]), num_streams=2)
     straight = run(data, Leg(4), log_in=tmp_path)
     position = run(data, Leg(2), log_in=tmp_path).position
-    monkeypatch.setattr("fullshard.data.weigh", None)
+    monkeypatch.setattr(batches_module, "weigh", None)
     assert run(data, Leg(2), log_in=tmp_path, position=position).rows == straight.rows[2 * BATCH :]
 
 

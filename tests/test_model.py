@@ -12,10 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.config import ModelConfig, RopeParameters
+from fullshard.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, vocabulary_size
 from fullshard.errors import UserError
-from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, sharded_fraction, weights_hash
-from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, vocabulary_size
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.initialise import materialise
+from fullshard.model.parameters import canonical_parameters, sharded_fraction, weights_hash
+from fullshard.recipe.fields import ModelConfig, RopeParameters
 from support.models import TIED, TINY, prepared
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.accelerator import units_by_size
-from fullshard.bad_steps import BadSteps
-from fullshard.model import build_on_meta, llama_config
-from fullshard.optim import build_optimizer, build_schedule
-from fullshard.schedule import learning_rate_factor
-from fullshard.sharding import placement_from_yaml
+from fullshard.model.bad_steps import BadSteps
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.optim import build_optimizer, build_schedule
+from fullshard.parallel.wrap import units_by_size
+from fullshard.placement.placement import placement_from_yaml
+from fullshard.recipe.schedule import learning_rate_factor
 from support import ROOT
 from support.launcher import Launched
 from support.launches import FILES, LAUNCHER, OTHERS, STEPS
@@ -71,7 +71,7 @@ def test_in_fp32_every_placement_takes_the_same_steps(pool: Any, name: str) -> N
 
 
 def units() -> set[str]:
-    from fullshard.accelerator import fsdp_units
+    from fullshard.parallel.wrap import fsdp_units
 
     return {name for name, module in fsdp_units(prepared(TINY)[1])}
 
@@ -115,7 +115,7 @@ def test_units_by_size_are_those_of_torchs_own_policy() -> None:
 
 def overflowing(at: int = 2) -> dict[str, Any]:
     """Three steps; before the optimizer of step `at`, an element of one rank's gradient is infinite."""
-    from fullshard.train import train_step
+    from fullshard.train.step import train_step
 
     accelerator, model = prepared(TINY)
     raw = build_optimizer(model.parameters(), optim=OPTIM)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fullshard.changes import recipe_changes
-from fullshard.config import PATH_KEYS, DataConfig, recipe_to_dict
+from fullshard.data.sources import list_corpus
 from fullshard.errors import UserError
-from fullshard.parsing import KEYS, parse_recipe
 from fullshard.paths import expanded
-from fullshard.sources import list_corpus
+from fullshard.recipe.changes import recipe_changes
+from fullshard.recipe.fields import PATH_KEYS, DataConfig
+from fullshard.recipe.parsing import KEYS, parse_recipe
+from fullshard.recipe.writing import recipe_to_dict
 from support import ROOT
 from support.launcher import launch
 

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from fullshard.preemption import MAX_TIME, STOP_SIGNALS, StopRequested, cause_name, stop_signals
+from fullshard.process.preemption import MAX_TIME, STOP_SIGNALS, StopRequested, cause_name, stop_signals
 from support import HANG_S
 
 # What torch's agent passes on to the ranks (LaunchConfig.signals_to_handle), and SIGUSR1, which a batch system sends to them.
@@ -25,7 +25,7 @@ STUCK = "import ctypes; mutex = ctypes.create_string_buffer(64); lock = ctypes.C
 
 def started(body: str, *, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """A process that runs `body` and has said that it is ready."""
-    script = f"import os, signal, sys, time\nfrom fullshard import preemption\nfrom fullshard.preemption import *\n{body}"
+    script = f"import os, signal, sys, time\nfrom fullshard.process import preemption\nfrom fullshard.process.preemption import *\n{body}"
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")}
     process = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -210,7 +210,7 @@ def test_a_rank_without_launcher_stops(tmp_path):
     """SIGUSR1, or kill -9, to the agent leaves the ranks behind: they would train on, unseen."""
     rank = f"""
 import pathlib, time
-from fullshard.preemption import cause_name, stop_signals
+from fullshard.process.preemption import cause_name, stop_signals
 with stop_signals(grace_seconds=60, max_time=None) as stop:
     print("ready", flush=True)
     while not stop.requested():

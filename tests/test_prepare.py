@@ -25,18 +25,20 @@ import torch
 import xxhash
 from rich.console import Console
 
-from fullshard import sources
 from fullshard.__main__ import main
 from fullshard.assets.train_tokenizer import train_tokenizer
-from fullshard.config import DataConfig, SourceConfig
-from fullshard.data import evaluation_rows, train_batches
+from fullshard.data import corpus
+from fullshard.data.batches import train_batches
+from fullshard.data.corpus import enterable
+from fullshard.data.held_out import evaluation_rows
+from fullshard.data.prepare import _published, _units, tokenize
+from fullshard.data.sources import list_corpus
+from fullshard.data.streams import reading_of
+from fullshard.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, tokenizer_hash
+from fullshard.data.values import TOKENIZER_KEY
 from fullshard.errors import UserError
-from fullshard.parsing import parse_recipe
-from fullshard.prepare import _published, _units, tokenize
-from fullshard.readers import TOKENIZER_KEY
-from fullshard.sources import enterable, list_corpus
-from fullshard.streams import reading_of
-from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer, tokenizer_hash
+from fullshard.recipe.fields import DataConfig, SourceConfig
+from fullshard.recipe.parsing import parse_recipe
 from support import HANG_S
 
 COMMAND = [sys.executable, "-m", "fullshard"]
@@ -199,7 +201,7 @@ def test_units_look_at_each_file_a_few_times(monkeypatch: pytest.MonkeyPatch, ma
     (source,) = list_corpus(made.data, held_out=False).training
     many = replace(source, files=tuple(replace(source.files[0], url=f"https://here/{number}.jsonl") for number in range(100)))
     reading = reading_of(many, made.data, bundled())
-    monkeypatch.setattr(sources, "enterable", counted)
+    monkeypatch.setattr(corpus, "enterable", counted)
     assert len(list(_units(many, "train", reading, 2**40))) == 1
     assert len(seen) == 100
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from fullshard.__main__ import _check
-from fullshard.config import OptimConfig
-from fullshard.optim import learning_rate_factor
+from fullshard.recipe.fields import OptimConfig
+from fullshard.recipe.schedule import learning_rate_factor
 from support import HANG_S, ROOT
 from support.launcher import SMALL, Launched, launch
 from support.launches import STEPS
@@ -177,9 +177,9 @@ def test_a_crash_ends_every_rank(tmp_path: Path) -> None:
     (site / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import fullshard.optim\n"
+        "    import fullshard.model.optim\n"
         "    def broken(*args, **kwargs): raise ZeroDivisionError('broken on rank 1')\n"
-        "    fullshard.optim.build_schedule = broken\n"
+        "    fullshard.model.optim.build_schedule = broken\n"
     )
     launched = launch(tmp_path / "out", environment={"PYTHONPATH": str(site)}, train__max_steps=2)
     assert launched.returncode != 0

@@ -8,9 +8,9 @@ import shlex
 
 import pytest
 
-from fullshard.config import resolve_batch
-from fullshard.parsing import parse_recipe
-from fullshard.sharding import placement_from_yaml
+from fullshard.placement.placement import placement_from_yaml
+from fullshard.recipe.batch import resolve_batch
+from fullshard.recipe.parsing import parse_recipe
 from support import ROOT
 from support.benchmarks import benchmark
 

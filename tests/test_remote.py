@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fullshard.config import DataConfig
-from fullshard.data import Batches, train_batches, weighed
+from fullshard.data.batches import Batches, train_batches, weighed
+from fullshard.data.sources import list_corpus
+from fullshard.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from fullshard.errors import UserError
-from fullshard.sources import list_corpus
-from fullshard.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from fullshard.recipe.fields import DataConfig
 from support import ROOT
 from support.launcher import launch
 from support.server import Server, sometimes
@@ -65,7 +65,7 @@ def read(url: str, kind: str, tokenizer: Any, **changes: Any) -> Batches:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_faulty_server_gives_the_rows_of_a_clean_one(corpus, tokenizer, kind, workers, monkeypatch):
     """D15: each request fails with probability 0.4 in one of six ways; 20 steps are more than an epoch."""
-    monkeypatch.setattr("fullshard.hub.LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr("fullshard.data.hub.LONGEST_WAIT_S", 0.2)
     clean = [batch.tolist() for batch, _ in zip(read(str(corpus), kind, tokenizer), range(20), strict=False)]
     with Server(corpus, faults=sometimes(0.4, *FAULTS, seed=1)) as server:
         faulty = read(server.url, kind, tokenizer, num_workers=workers)

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fullshard.config import CheckpointConfig, Recipe
+from fullshard.checkpoint.manifest import verify
 from fullshard.errors import UserError
-from fullshard.manifest import verify
+from fullshard.recipe.fields import CheckpointConfig, Recipe
 from support import training
 from support.launcher import launch
 from support.models import TINY
@@ -115,7 +115,7 @@ def test_either_kind_loads_under_the_other(pool: Any, tmp_path: Path, writer: An
 
 def full_save(*, recipe: Recipe) -> list[int]:
     """Tensors that each rank would have to hold for a whole checkpoint."""
-    from fullshard.checkpoint import Saver
+    from fullshard.checkpoint.save import Saver
 
     _, parts = assembled(recipe)
     held = []
@@ -174,16 +174,16 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(pool: Any, sav
 
 
 def resumed_notes(*, recipe: Recipe) -> tuple[int, tuple[str, ...]]:
-    from fullshard import checkpoint
+    from fullshard.checkpoint import resume as module
 
     seen = []
-    read = checkpoint.newest_whole
+    read = module.newest_whole
 
     def spied(*arguments: Any, **options: Any) -> Any:
         seen.append(read(*arguments, **options))
         return seen[-1]
 
-    with mock.patch.object(checkpoint, "newest_whole", spied):
+    with mock.patch.object(module, "newest_whole", spied):
         run_steps(recipe=recipe)
     return seen[0].step, seen[0].notes
 
@@ -240,10 +240,10 @@ def test_a_launch_that_was_started_again_goes_on_whatever_resume_says(pool: Any,
 
 def without_a_random_state(*, recipe: Recipe) -> str:
     """A save from which rank 1's is missing."""
-    from fullshard import checkpoint
+    from fullshard.checkpoint import save as module
 
-    states = checkpoint._random_states
-    with mock.patch.object(checkpoint, "_random_states", lambda accelerator: {} if accelerator.process_index else states(accelerator)):
+    states = module.collect_random_states
+    with mock.patch.object(module, "collect_random_states", lambda accelerator: {} if accelerator.process_index else states(accelerator)):
         run_steps(recipe=recipe)
     return finding(recipe=replace(recipe, checkpoint=CheckpointConfig(resume="auto"), train=replace(recipe.train, max_steps=STEPS)))
 
@@ -269,16 +269,16 @@ def test_retention(pool: Any, tmp_path: Path) -> None:
 
 def failing_saves(*, recipe: Recipe, steps: tuple[int, ...]) -> dict[str, Any]:
     """run_steps where rank 1's disk is full at some steps."""
-    from fullshard import checkpoint
+    from fullshard.checkpoint import save as module
 
-    call = checkpoint._dcp
+    call = module.call_dcp
 
     def full(function: Any, tensors: Any, *, place: str, **options: Any) -> Any:
-        if function is checkpoint.dcp.save and any(f"step_{step:08d}" in place for step in steps) and "rng.1.cpu" in tensors:
+        if function is module.dcp.save and any(f"step_{step:08d}" in place for step in steps) and "rng.1.cpu" in tensors:
             tensors = tensors | {"rng.1.cpu": Unwritable(torch.zeros(1))}
         return call(function, tensors, place=place, **options)
 
-    with mock.patch.object(checkpoint, "_dcp", full):
+    with mock.patch.object(module, "call_dcp", full):
         return run_steps(recipe=recipe)
 
 
@@ -309,9 +309,11 @@ def test_a_save_that_fails_is_told_and_ends_or_does_not_end_the_run(
 
 def broken_saves(*, recipe: Recipe) -> dict[str, Any]:
     """run_steps in which step 4 cannot be saved."""
-    from fullshard import checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    save = checkpoint.dcp.save
+    from fullshard.checkpoint import save as module
+
+    save = module.dcp.save
 
     def broken(tensors: Any, *, storage_writer: Any, **options: Any) -> Any:
         index = save(tensors, storage_writer=storage_writer, **options)
@@ -319,9 +321,9 @@ def broken_saves(*, recipe: Recipe) -> dict[str, Any]:
             return index
         # What a disk that is full amid a record ends in.
         error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-        raise checkpoint.CheckpointException("write", {1: (error, None)})  # type: ignore[dict-item]
+        raise CheckpointException("write", {1: (error, None)})  # type: ignore[dict-item]
 
-    with mock.patch.object(checkpoint.dcp, "save", broken):
+    with mock.patch.object(module.dcp, "save", broken):
         return run_steps(recipe=recipe)
 
 
@@ -336,14 +338,14 @@ def test_a_disk_that_is_full_amid_a_record_is_one_line_too(pool: Any, tmp_path: 
 
 def forgotten(*, recipe: Recipe) -> dict[str, Any]:
     """run_steps in which rank 1 does not say what it has written."""
-    from fullshard import checkpoint
+    from fullshard.checkpoint import save as module
 
-    record = checkpoint.record_files
+    record = module.record_files
 
     def records(folder: Path, names: list[str], **options: Any) -> Any:
         return record(folder, [name for name in names if not name.startswith("__1_")], **options)
 
-    with mock.patch.object(checkpoint, "record_files", records):
+    with mock.patch.object(module, "record_files", records):
         return run_steps(recipe=recipe)
 
 
@@ -354,9 +356,9 @@ def test_a_manifest_that_lacks_a_file_of_the_index_is_not_written(pool: Any, tmp
 
 
 def with_a_folder_that_stays(*, recipe: Recipe) -> dict[str, Any]:
-    from fullshard import checkpoint
+    from fullshard.checkpoint import save as module
 
-    with mock.patch.object(checkpoint, "remove", side_effect=OSError(16, "Device or resource busy")):
+    with mock.patch.object(module, "remove", side_effect=OSError(16, "Device or resource busy")):
         return run_steps(recipe=recipe)
 
 
@@ -385,7 +387,7 @@ def asked_to_stop(*, recipe: Recipe, where: str, at: int) -> dict[str, Any]:
 
     from accelerate import PartialState
 
-    from fullshard import train
+    from fullshard.train import loop
 
     calls = {"train_step": 0, "evaluate": 0}
 
@@ -396,9 +398,9 @@ def asked_to_stop(*, recipe: Recipe, where: str, at: int) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGTERM)
             return call(*arguments, **options)
 
-        return mock.patch.object(train, name, wrapped)
+        return mock.patch.object(loop, name, wrapped)
 
-    with hit("train_step", train.train_step), hit("evaluate", train.evaluate):
+    with hit("train_step", loop.train_step), hit("evaluate", loop.evaluate):
         return run_steps(recipe=recipe)
 
 
@@ -422,7 +424,7 @@ def test_a_signal_on_one_rank_saves_the_step_that_is_done(
 
 def evaluated_before_loading(*, recipe: Recipe) -> dict[str, Any]:
     """R06: a forward without backward between wrapping and loading."""
-    from fullshard.evaluate import evaluate
+    from fullshard.train.evaluate import evaluate
 
     make = training.prepared
 

@@ -23,14 +23,15 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from fullshard import hub
+import fullshard
+from fullshard.data import hub
+from fullshard.data.hub import bound_hub_waits, is_transient, open_options
 from fullshard.errors import UserError
-from fullshard.hub import bound_hub_waits, is_transient, open_options
 from support import HANG_S
 from support.server import Hub, Server, every, sometimes
 
 CONTENT = bytes(range(256)) * 4000  # 1,024,000 bytes: more than a socket's buffer holds unread.
-ASSETS = Path(hub.__file__).parent / "assets"
+ASSETS = Path(fullshard.__file__).parent / "assets"
 
 
 @pytest.fixture
@@ -383,7 +384,9 @@ def test_offline_stays_offline() -> None:
 
 
 def test_is_transient_imports_nothing() -> None:
-    code = "import sys, fullshard.hub as h; h.is_transient(OSError(5, '')); print({'aiohttp', 'httpx2', 'datasets'} & set(sys.modules))"
+    code = (
+        "import sys, fullshard.data.hub as h; h.is_transient(OSError(5, '')); print({'aiohttp', 'httpx2', 'datasets'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from fullshard.config import ModelConfig, ShardingConfig
-from fullshard.estimate import activation_bytes_per_token, parameter_counts, predict_memory
-from fullshard.sharding import placement_from_yaml
+from fullshard.placement.placement import placement_from_yaml
+from fullshard.plan.memory import activation_bytes_per_token, predict_memory
+from fullshard.plan.shapes import parameter_counts
+from fullshard.recipe.fields import ModelConfig, ShardingConfig
 from support import ROOT
 from support.memory import memory_of_a_step
 

@@ -12,17 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fullshard import sharding
 from fullshard.errors import UserError
-from fullshard.sharding import (
-    Placement,
-    check_accelerate_yaml,
-    check_launch,
-    environment_from_yaml,
-    launcher_yaml,
-    placement_from_environment,
-    placement_from_yaml,
-)
+from fullshard.placement import launch as launch_module
+from fullshard.placement import rules
+from fullshard.placement.file import check_accelerate_yaml
+from fullshard.placement.launch import check_launch, launcher_yaml
+from fullshard.placement.placement import Placement, environment_from_yaml, placement_from_environment, placement_from_yaml
 from support import HANG_S, ROOT
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -389,28 +384,28 @@ def test_our_keys_are_those_of_the_installed_accelerate() -> None:
     )
     from accelerate.utils.dataclasses import DynamoBackend
 
-    top = {*sharding.TOP_RULES, *sharding.SECTION_RULES, *sharding.UNSUPPORTED, *sharding.COMMAND_LINE_ONLY}
+    top = {*rules.TOP_RULES, *rules.SECTION_RULES, *rules.UNSUPPORTED, *rules.COMMAND_LINE_ONLY}
     assert {field.name for field in dataclasses.fields(ClusterConfig)} == top - {"dynamo_backend"}
     parser = launch_command_parser()
     options = {action.dest for action in parser._actions}
-    for prefix, rules in {
-        "fsdp_": sharding.FSDP_RULES | sharding.FSDP1_RULES | sharding.FSDP2_RULES,
-        "dynamo_": sharding.DYNAMO_RULES,
-        "parallelism_config_": sharding.PARALLELISM_RULES,
+    for prefix, known_rules in {
+        "fsdp_": rules.FSDP_RULES | rules.FSDP1_RULES | rules.FSDP2_RULES,
+        "dynamo_": rules.DYNAMO_RULES,
+        "parallelism_config_": rules.PARALLELISM_RULES,
     }.items():
-        known = set(rules) | {key for key in sharding.REFUSED if key.startswith(prefix)} - {"fsdp_ignored_modules"}
+        known = set(known_rules) | {key for key in rules.REFUSED if key.startswith(prefix)} - {"fsdp_ignored_modules"}
         assert {option for option in options if option.startswith(prefix)} == known
     # The launcher takes a top-level key from the file only where its own default is None.
-    assert {key: parser.get_default(key) for key in sharding.COMMAND_LINE_ONLY} == sharding.COMMAND_LINE_ONLY
-    for key in set(sharding.TOP_RULES) - {"debug"}:
+    assert {key: parser.get_default(key) for key in rules.COMMAND_LINE_ONLY} == rules.COMMAND_LINE_ONLY
+    for key in set(rules.TOP_RULES) - {"debug"}:
         assert parser.get_default(key) is None
-    assert set(DynamoBackend.list()) == {name for name in sharding.DYNAMO_BACKENDS if name.isupper()}
-    assert set(sharding.FSDP_RULES["fsdp_auto_wrap_policy"]) == set(FSDP_AUTO_WRAP_POLICY)
-    strategies = {value for key, value in sharding.REFUSED_VALUES if key == "fsdp_sharding_strategy"}
-    assert set(sharding.FSDP1_RULES["fsdp_sharding_strategy"]) | strategies == set(FSDP_SHARDING_STRATEGY)
-    assert set(sharding.FSDP1_RULES["fsdp_backward_prefetch"]) == set(FSDP_BACKWARD_PREFETCH)
-    assert set(sharding.FSDP_RULES["fsdp_state_dict_type"]) == set(FSDP2_STATE_DICT_TYPE)
-    assert set(sharding.DYNAMO_RULES["dynamo_mode"]) == set(TORCH_DYNAMO_MODES)
+    assert set(DynamoBackend.list()) == {name for name in rules.DYNAMO_BACKENDS if name.isupper()}
+    assert set(rules.FSDP_RULES["fsdp_auto_wrap_policy"]) == set(FSDP_AUTO_WRAP_POLICY)
+    strategies = {value for key, value in rules.REFUSED_VALUES if key == "fsdp_sharding_strategy"}
+    assert set(rules.FSDP1_RULES["fsdp_sharding_strategy"]) | strategies == set(FSDP_SHARDING_STRATEGY)
+    assert set(rules.FSDP1_RULES["fsdp_backward_prefetch"]) == set(FSDP_BACKWARD_PREFETCH)
+    assert set(rules.FSDP_RULES["fsdp_state_dict_type"]) == set(FSDP2_STATE_DICT_TYPE)
+    assert set(rules.DYNAMO_RULES["dynamo_mode"]) == set(TORCH_DYNAMO_MODES)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +490,7 @@ def test_a_flag_has_an_effect_or_is_an_error(name: str, flags: str, line: str | 
     words = ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), *flags.split()]
     words += [] if "train.py" in words else ["train.py"]
     told = told_by_launcher(words)
-    monkeypatch.setattr(sharding, "_parent", lambda: (["python", "/bin/accelerate", "launch", *words], Path("/")))
+    monkeypatch.setattr(launch_module, "_parent", lambda: (["python", "/bin/accelerate", "launch", *words], Path("/")))
     if line is None:
         assert check_launch(told) == placement_from_environment(told)
         return
@@ -509,7 +504,7 @@ def test_what_the_launcher_makes_of_a_flag_is_compared(monkeypatch: pytest.Monke
     """Should it ever ignore one: a run of another placement than was asked for is not started."""
     path = ROOT / "accelerate_configs" / "fsdp.yaml"
     words = ["python", "/bin/accelerate", "launch", "--config_file", str(path), "--fsdp_reshard_after_forward", "false", "train.py"]
-    monkeypatch.setattr(sharding, "_parent", lambda: (words, Path("/")))
+    monkeypatch.setattr(launch_module, "_parent", lambda: (words, Path("/")))
     with pytest.raises(UserError, match=r"^command line: reshard_after_forward: false: accelerate launch makes true of it"):
         check_launch(environment_from_yaml(path))
 
@@ -527,7 +522,7 @@ def test_what_the_launcher_makes_of_a_flag_is_compared(monkeypatch: pytest.Monke
     ],
 )
 def test_the_launchers_command_line_names_the_yaml(command: str, expected: str | None) -> None:
-    path = sharding._yaml_of_command(command.split(), Path("/home/me"), {"HF_HOME": "/nowhere"})
+    path = launch_module._yaml_of_command(command.split(), Path("/home/me"), {"HF_HOME": "/nowhere"})
     assert path == (Path(expected) if expected else None)
 
 
@@ -535,13 +530,16 @@ def test_the_default_yaml_of_accelerate_is_found(tmp_path: Path) -> None:
     (tmp_path / "accelerate").mkdir()
     default = tmp_path / "accelerate" / "default_config.yaml"
     default.write_text(BASE)
-    assert sharding._yaml_of_command(["python", "/bin/accelerate", "launch", "train.py"], Path("/"), {"HF_HOME": str(tmp_path)}) == default
+    assert (
+        launch_module._yaml_of_command(["python", "/bin/accelerate", "launch", "train.py"], Path("/"), {"HF_HOME": str(tmp_path)})
+        == default
+    )
 
 
 RANK = """
 import os, sys
 from fullshard.errors import one_line_errors
-from fullshard.sharding import check_launch, launcher_yaml
+from fullshard.placement.launch import check_launch, launcher_yaml
 @one_line_errors
 def main():
     print(f"{launcher_yaml()} {check_launch(os.environ)}\\n", end="", flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fullshard.watchdog import HANG_EXIT_CODE
+from fullshard.process.watchdog import HANG_EXIT_CODE
 from support.launcher import Launched, launch
 
 pytestmark = pytest.mark.launch

@@ -32,13 +32,14 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard import data as data_module
-from fullshard import readers, streams
-from fullshard.config import DataConfig, SourceConfig
-from fullshard.data import evaluation_rows, merge_positions, train_batches
+import fullshard
+from fullshard.data import lines, loader, order, other, pieces, readers, shape, streams, tables, values
+from fullshard.data.batches import merge_positions, train_batches
+from fullshard.data.held_out import evaluation_rows
+from fullshard.data.sources import list_corpus
+from fullshard.data.tokenizer import tokenizer_hash
 from fullshard.errors import UserError
-from fullshard.sources import list_corpus
-from fullshard.tokenizer import tokenizer_hash
+from fullshard.recipe.fields import DataConfig, SourceConfig
 from support.streams import BATCH, EOS, TOKENIZER, Leg, Ran, compress, ids_of, ranks, run, small
 
 # A corpus on disk, and what a run must make of it ------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def hash_once() -> Iterator[None]:
     """The tokenizer is always the same one, and its hash costs 20 ms."""
     with pytest.MonkeyPatch.context() as patch:
         cached = functools.cache(tokenizer_hash)
-        for module in (data_module, streams):
+        for module in (order, streams):
             patch.setattr(module, "tokenizer_hash", cached)
         yield
 
@@ -339,7 +340,7 @@ def test_position_of_another_recipe_is_refused(tmp_path, monkeypatch, key, chang
     changes = dict(changes)
     seed = changes.pop("seed", 0)
     if changes.get("tokenizer"):
-        monkeypatch.setattr(data_module, "tokenizer_hash", lambda tokenizer: "another")
+        monkeypatch.setattr(order, "tokenizer_hash", lambda tokenizer: "another")
     if changes.get("data_files"):
         changes["data_files"] = [pattern.format(folder=tmp_path) for pattern in changes["data_files"]]
     with pytest.raises(UserError, match=rf"^{key}\b.*: the checkpoint was made with [^\n]+$"):
@@ -435,7 +436,7 @@ def test_d06_fewer_files_than_ranks_or_no_multiple_of_them(tmp_path, monkeypatch
     """All rows once, no rank without data, each rank decodes its own row groups only, and the amplification is told."""
     data = numbered(tmp_path, files=files, documents=120, row_group_size=10)
     decoded: list[tuple[str, int]] = []
-    opened = readers._parquet_file
+    opened = tables.open_parquet
 
     def watched(file: Any) -> Any:
         parquet = opened(file)
@@ -445,7 +446,7 @@ def test_d06_fewer_files_than_ranks_or_no_multiple_of_them(tmp_path, monkeypatch
         ), raising=False)  # fmt: skip
         return parquet
 
-    monkeypatch.setattr(readers, "_parquet_file", watched)
+    monkeypatch.setattr(tables, "open_parquet", watched)
     seen, groups = [], []
     for batches in ranks(data, 2, batch=2):
         decoded.clear()
@@ -480,14 +481,15 @@ def test_d06_json_lines_of_one_file_are_not_read_by_every_rank(tmp_path, monkeyp
             read += len(line)
             return line
 
-    opened = readers._opened
+    opened = tables.open_listed
 
     @contextmanager
     def counted(file: Any, reading: Any, **options: Any) -> Iterator[Any]:
         with opened(file, reading, **options) as handle:
             yield Counted(handle)
 
-    monkeypatch.setattr(readers, "_opened", counted)
+    for module in (tables, lines, other, shape):
+        monkeypatch.setattr(module, "open_listed", counted)
     for batches in ranks(data, 4):
         read = 0
         while batches.position()["streams"].popitem()[1][0][0] == 0:  # An epoch.
@@ -501,8 +503,8 @@ def test_d08_d23_no_dispatcher_and_constant_shapes(tmp_path, monkeypatch):
 
     for name in ("prepare_data_loader", "DataLoaderDispatcher", "DataLoaderShard"):
         monkeypatch.setattr(accelerate.data_loader, name, None)
-        source = Path(data_module.__file__).parent
-        assert not [path for path in source.glob("*.py") if name in path.read_text(encoding="utf-8")]
+        source = Path(fullshard.__file__).parent
+        assert not [path for path in source.rglob("*.py") if name in path.read_text(encoding="utf-8")]
     data = small(write_lines(tmp_path, CORPUS).data, log_documents=False)
     for batches in ranks(replace(data, num_workers=1), 2):
         assert {next(batches).shape for _ in range(20)} == {(BATCH // 2, 17)}
@@ -528,16 +530,17 @@ def test_d11_resume_opens_only_what_it_reads(tmp_path, monkeypatch, workers, num
     data = replace(numbered(tmp_path, files=20, documents=400), num_streams=num_streams)
     position = run(data, Leg(90, batch=4), log_in=tmp_path).position
     opens = tmp_path / "opens"
-    opened = readers._opened
+    opened = tables.open_listed
 
     def counted(file: Any, reading: Any, **options: Any) -> Any:
         with open(opens, "a") as log:  # A worker's opens too.
             log.write(f"{file.url}\n")
         return opened(file, reading, **options)
 
-    monkeypatch.setattr(readers, "_opened", counted)
-    monkeypatch.setattr(data_module, "CHUNK_ROWS", 1)
-    monkeypatch.setattr(data_module, "PREFETCHED_CHUNKS", 1)
+    for module in (tables, lines, other, shape):
+        monkeypatch.setattr(module, "open_listed", counted)
+    monkeypatch.setattr(loader, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(loader, "PREFETCHED_CHUNKS", 1)
     (batches,) = ranks(replace(data, num_workers=workers), batch=4, position=position)
     next(batches)
     assert 1 <= len(opens.read_text().splitlines()) <= (3 if num_streams == 1 else 4)
@@ -586,7 +589,7 @@ class Breaks:
         self.times, self.at, self.open = times, at, readers._open
         monkeypatch.setattr(readers, "_open", self)
 
-    def __call__(self, *args: Any) -> Iterator[list[readers.Entry]]:
+    def __call__(self, *args: Any) -> Iterator[list[pieces.Entry]]:
         for batch in self.open(*args):
             for entry in batch:
                 if entry[0] == self.at and self.times and not args[2].skip_bad_rows:
@@ -820,7 +823,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path):
     data = numbered(tmp_path, files=1, documents=10)
     table = pq.read_table(tmp_path / "00.parquet")
     for made_by, fits in ((tokenizer_hash(TOKENIZER), True), ("another", False)):
-        pq.write_table(table.replace_schema_metadata({readers.TOKENIZER_KEY: made_by}), tmp_path / "00.parquet")
+        pq.write_table(table.replace_schema_metadata({values.TOKENIZER_KEY: made_by}), tmp_path / "00.parquet")
         if fits:
             ranks(data)
         else:
@@ -852,7 +855,7 @@ def test_no_access_is_no_bad_row(tmp_path, monkeypatch, error):
         raise error
 
     data = small(numbered(tmp_path, files=4, documents=40), on_bad_row="skip")
-    monkeypatch.setattr(readers, "_parquet", denied)
+    monkeypatch.setattr(readers, "read_parquet", denied)
     with pytest.raises(UserError, match=r"\.parquet: \w+Error: [^\n]+$"):
         ranks(data)
 
@@ -861,7 +864,7 @@ def test_too_many_open_files_names_the_limit_and_the_key(tmp_path, monkeypatch):
     def refused(*_: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(readers, "_parquet", refused)
+    monkeypatch.setattr(readers, "read_parquet", refused)
     with pytest.raises(UserError, match=r"\.parquet: [^\n]+; this process may have \d+ open \(ulimit -n\)[^\n]+ data\.num_streams$"):
         ranks(small(numbered(tmp_path, files=4, documents=40)))
 
@@ -940,10 +943,10 @@ def test_a_worker_ends_with_its_rank(tmp_path):
     """After a kill -9 it would hold the lock on the run folder and the rank's sockets for as long as a stalled read takes."""
     script = """
 import os, sys
-from fullshard.config import DataConfig
-from fullshard.data import train_batches
-from fullshard.sources import list_corpus
-from fullshard.tokenizer import load_tokenizer
+from fullshard.recipe.fields import DataConfig
+from fullshard.data.batches import train_batches
+from fullshard.data.sources import list_corpus
+from fullshard.data.tokenizer import load_tokenizer
 data = DataConfig(path="parquet", data_files=[sys.argv[1]], tokens_column="input_ids", num_streams=1, num_workers=1, sequence_length=16)
 arguments = dict(tokenizer=load_tokenizer("bundled"), corpus=list_corpus(data, held_out=False), seed=0, rank=0, world_size=1)
 batches = train_batches(data=data, global_batch_size=1, **arguments)
@@ -996,7 +999,7 @@ def test_a_mistake_in_the_code_keeps_its_traceback_in_a_worker(tmp_path, monkeyp
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a mistake in the code")
 
-    monkeypatch.setattr(data_module, "pack", broken)
-    monkeypatch.setattr(data_module, "_source_rows", broken)
+    monkeypatch.setattr(loader, "pack", broken)
+    monkeypatch.setattr(loader, "_source_rows", broken)
     with pytest.raises(RuntimeError, match="a mistake in the code"):
         ranks(replace(numbered(tmp_path, files=4, documents=40), num_workers=1))

@@ -1,62 +1,35 @@
-"""Which module may import which, what may be imported at all, and that nothing is copied between recipes."""
+"""Which package may import which, what may be imported at all, and that nothing is copied between recipes."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fullshard.parsing import parse_recipe
-from fullshard.sharding import placement_from_yaml
+from fullshard.placement.placement import placement_from_yaml
+from fullshard.recipe.parsing import parse_recipe
 from support import ROOT
 
-LAYERS = [
-    {
-        "standard_streams",
-        "errors",
-        "paths",
-        "files",
-        "config",
-        "parsing",
-        "sharding",
-        "manifest",
-        "changes",
-        "schedule",
-        "preemption",
-        "watchdog",
-        "estimate",
-    },
-    {
-        "model",
-        "sources",
-        "readers",
-        "streams",
-        "dealing",
-        "data",
-        "shards",
-        "prepare",
-        "tokenizer",
-        "hub",
-        "document_mask",
-        "losses",
-        "optim",
-        "fsdp1",
-        "tensors",
-        "bad_steps",
-        "memory",
-        "units",
-        "communication",
-        "cpu_products",
-    },
-    {"accelerator", "metrics", "evaluate", "terminal", "checkpoint", "describe", "export"},
-    {"run", "train"},
-    {"__main__"},
-]
-LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
-MODULES = sorted((ROOT / "src" / "fullshard").glob("*.py"))
+PACKAGE = ROOT / "src" / "fullshard"
+# A module imports from its own package and from those before it.
+ORDER = ("recipe", "placement", "plan", "process", "data", "model", "measure", "parallel", "checkpoint", "train")
+FIRST_WITH_TORCH, FIRST_WITH_ACCELERATE = "data", "parallel"
+# `fullshard verify` answers at once.
+WITHOUT_TORCH = {"errors.py", "files.py", "paths.py", "standard_streams.py", "checkpoint/manifest.py"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_FUNCTION, LONGEST_MODULE = 70, 350
+TOO_LONG = {
+    "checkpoint/export.py: _export": 71,
+    "data/batches.py: train_batches": 88,
+    "placement/placement.py: placement_of": 93,
+    "plan/memory.py: predict_memory": 85,
+    "recipe/fields.py": 351,
+    "train/loop.py: train": 155,
+}
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
@@ -68,17 +41,62 @@ def imports(path: Path) -> Iterator[str]:
             yield f"{node.module}"
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.name != "__init__.py"], ids=lambda path: path.stem)
-def test_imports_point_downward(path: Path) -> None:
-    own = LAYER[path.stem]
-    used = {name.removeprefix("fullshard.") for name in imports(path) if name.startswith("fullshard.")}
-    assert {module: LAYER[module] for module in used if LAYER[module] > own} == {}
-    packages = {name.split(".")[0] for name in imports(path)}
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def place(name: str) -> int:
+    """Of a module: -1 for one that lies beside the packages, which all may use; __main__ uses all."""
+    package = name.split("/")[0].split(".")[0]
+    return {"__main__": len(ORDER)}.get(package, ORDER.index(package) if package in ORDER else -1)
+
+
+def test_packages_are_those_in_the_order() -> None:
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == {*ORDER, "assets"}
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if "assets" not in path.parts], ids=name_of)
+def test_imports_point_to_earlier_packages(path: Path) -> None:
+    name, used = name_of(path), set(imports(path))
+    own = place(name)
+    places = {module: place(module.removeprefix("fullshard.")) for module in used if module.startswith("fullshard.")}
+    assert {module for module, other in places.items() if other > own} == set()
+    packages = {module.split(".")[0] for module in used}
     assert "wandb" not in packages, "reached only through Accelerate's trackers"
-    if own == 0:
+    if 0 <= own < ORDER.index(FIRST_WITH_TORCH) or name in WITHOUT_TORCH:
         assert packages.isdisjoint({"torch", "transformers", "accelerate", "datasets"})
-    if own <= 1:
+    if own < ORDER.index(FIRST_WITH_ACCELERATE):
         assert "accelerate" not in packages
+
+
+def test_no_module_needs_itself() -> None:
+    """What is imported when a module is, not within a function or for types: no circle."""
+    needs = {}
+    for path in MODULES:
+        body = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        name = "fullshard." + name_of(path).removesuffix(".py").replace("/", ".")
+        needs[name] = {f"{node.module}" for node in body if f"{node.module}".startswith("fullshard.")}
+    assert list(TopologicalSorter(needs).static_order())
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_says_what_it_is_for_and_what_may_come_in(package: str) -> None:
+    purpose, *rest = (ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or "").split("\n\n")
+    assert purpose
+    assert [paragraph.startswith("What may come in: ") for paragraph in rest] == [True]
+
+
+def test_modules_and_functions_can_be_read() -> None:
+    """In lines. TOO_LONG only shrinks."""
+    long = {}
+    for path in MODULES:
+        text = path.read_text()
+        if (lines := text.count("\n")) > LONGEST_MODULE:
+            long[name_of(path)] = lines
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (lines := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION:
+                long[f"{name_of(path)}: {node.name}"] = lines
+    assert long == TOO_LONG
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.config import OptimConfig, ShardingConfig
 from fullshard.errors import UserError
-from fullshard.losses import IGNORED, next_token_loss_sum
-from fullshard.model import build_on_meta, llama_config, materialise
-from fullshard.optim import build_optimizer, learning_rate_factor
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.initialise import materialise
+from fullshard.model.losses import IGNORED, next_token_loss_sum
+from fullshard.model.optim import build_optimizer
+from fullshard.recipe.fields import OptimConfig, ShardingConfig
+from fullshard.recipe.schedule import learning_rate_factor
 from support.models import TIED, TINY, prepared
 from support.steps import OPTIM, completions, held_out_loss, reference, steps
 
@@ -58,7 +60,7 @@ def test_clipping_uses_the_global_norm(pool: Any) -> None:
 
 
 def large_norm() -> float:
-    from fullshard.optim import clip_by_global_norm_
+    from fullshard.model.optim import clip_by_global_norm_
 
     _, model = prepared(replace(TINY, vocab_size=40_000))
     for index, parameter in enumerate(model.parameters()):
@@ -120,7 +122,7 @@ def test_compilation_changes_nothing(pool: Any, config: str, environment: dict[s
 
 
 def broken_contracts() -> list[str]:
-    from fullshard.accelerator import check_precision
+    from fullshard.parallel.precision import check_precision
 
     said = []
     accelerator, model = prepared(TINY)
@@ -149,7 +151,7 @@ def test_a_broken_contract_is_seen(pool: Any, config: str) -> None:
 
 
 def contract() -> dict[str, Any]:
-    from fullshard.accelerator import check_precision, precision_policies
+    from fullshard.parallel.precision import check_precision, precision_policies
 
     accelerator, model = prepared(TINY)
     policies = {name: (str(p.param_dtype), str(p.reduce_dtype), str(p.output_dtype)) for name, p in precision_policies(model)}
@@ -244,10 +246,10 @@ def refused(asked: dict[str, Any], engaged: bool) -> str:
     from contextlib import nullcontext
     from unittest import mock
 
-    from fullshard.accelerator import build_accelerator
-    from fullshard.sharding import placement_from_environment
+    from fullshard.parallel.accelerator import build_accelerator
+    from fullshard.placement.placement import placement_from_environment
 
-    with nullcontext() if engaged else mock.patch("fullshard.accelerator._engage_on_cpu"):
+    with nullcontext() if engaged else mock.patch("fullshard.parallel.accelerator._engage_on_cpu"):
         try:
             build_accelerator(placement=replace(placement_from_environment(), **asked), sharding=ShardingConfig(), trackers=[])
         except UserError as error:

@@ -18,16 +18,19 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.__main__ import _check
-from fullshard.config import ModelConfig, ShardingConfig, resolve_batch
 from fullshard.errors import UserError
-from fullshard.estimate import predict_memory
-from fullshard.losses import next_token_loss_sum
-from fullshard.memory import count_cpu_memory, measure_memory
-from fullshard.model import build_on_meta, llama_config, materialise
-from fullshard.optim import build_optimizer, build_schedule
-from fullshard.parsing import parse_recipe
-from fullshard.sharding import Placement, check_sharding, placement_from_yaml
-from fullshard.units import checkpoint_layers
+from fullshard.measure.memory import count_cpu_memory, measure_memory
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.initialise import materialise
+from fullshard.model.losses import next_token_loss_sum
+from fullshard.model.optim import build_optimizer, build_schedule
+from fullshard.parallel.units import checkpoint_layers
+from fullshard.placement.fit import check_sharding
+from fullshard.placement.placement import Placement, placement_from_yaml
+from fullshard.plan.memory import predict_memory
+from fullshard.recipe.batch import resolve_batch
+from fullshard.recipe.fields import ModelConfig, ShardingConfig
+from fullshard.recipe.parsing import parse_recipe
 from support import ROOT
 from support.memory import measured, memory_of_a_step
 from support.models import GQA, TINY, prepared
@@ -57,7 +60,7 @@ def _one_thread() -> Iterator[None]:
 
 def prepared_with(sharding: ShardingConfig, *, model: ModelConfig = TINY) -> tuple[Any, Any, Any]:
     """(accelerator, model, a call that takes one optimizer step of two micro batches)."""
-    from fullshard.train import train_step
+    from fullshard.train.step import train_step
 
     accelerator, built = prepared(model, sharding=sharding)
     # The bias of the keys has no gradient but rounding, which AdamW's usual eps would blow up to a step of the learning rate.
@@ -270,7 +273,7 @@ def test_units_inside_of_layers_are_in_the_order_in_which_they_run(pool: Any) ->
 
 
 def unit_orders() -> tuple[list[list[str]], list[list[str]]]:
-    from fullshard.units import _innermost_first, _units
+    from fullshard.parallel.units import _innermost_first, _units
 
     _, model, step = prepared_with(PLAIN)
     step()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.watchdog import HANG_EXIT_CODE, PHASES, Watchdog, blame, record_nccl
+from fullshard.process.watchdog import HANG_EXIT_CODE, PHASES, Watchdog, blame, record_nccl
 from support import HANG_S
 
 
@@ -25,8 +25,8 @@ def started(folder: Path, *bodies: str, timeout_s: float = 1.0, more: str = "") 
     for rank, body in enumerate(bodies):
         script = f"""
 import sys, threading, time
-from fullshard import watchdog as module
-from fullshard.watchdog import Watchdog
+from fullshard.process import watchdog as module
+from fullshard.process.watchdog import Watchdog
 def stuck_in_a_function():
     threading.Event().wait()
 {more}

@@ -19,11 +19,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fullshard.config import ModelConfig, RopeParameters
-from fullshard.export import _export
-from fullshard.model import build_on_meta, llama_config, materialise
-from fullshard.streams import encoder
-from fullshard.tokenizer import load_tokenizer
+from fullshard.checkpoint.export import _export
+from fullshard.data.streams import encoder
+from fullshard.data.tokenizer import load_tokenizer
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.initialise import materialise
+from fullshard.recipe.fields import ModelConfig, RopeParameters
 from support.exports import TIED_HEAD, UNTIED, tokenizer_folder
 from support.launcher import launch
 

@@ -13,13 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.config import check_output_dir, gradient_accumulation_steps, resolve_batch
+from fullshard.checkpoint.manifest import verify
 from fullshard.errors import COMMAND_LINE, UserError, one_line_errors
-from fullshard.estimate import communication_line, expected_memory, memory_line
-from fullshard.manifest import verify
-from fullshard.parsing import DEFAULT_RECIPE, parse_recipe
 from fullshard.paths import path_argument
-from fullshard.sharding import check_sharding, placement_from_yaml
+from fullshard.placement.fit import check_sharding
+from fullshard.placement.placement import placement_from_yaml
+from fullshard.plan.communication import communication_line
+from fullshard.plan.memory import expected_memory, memory_line
+from fullshard.recipe.batch import gradient_accumulation_steps, resolve_batch
+from fullshard.recipe.checks import check_output_dir
+from fullshard.recipe.parsing import DEFAULT_RECIPE, parse_recipe
 
 RECIPE = "[--config RECIPE] [--section.key value ...]"
 USAGE = {
@@ -121,8 +124,8 @@ def _tokenize(argv: list[str]) -> None:
     import yaml
     from rich.console import Console
 
-    from fullshard.prepare import tokenize
-    from fullshard.shards import COLUMN
+    from fullshard.data.prepare import tokenize
+    from fullshard.data.shards import COLUMN
 
     manifest = tokenize(
         data=recipe.data,
@@ -150,7 +153,7 @@ def _data(argv: list[str]) -> None:
     _at_least(0, arguments, "rows")
     recipe = parse_recipe(rest)
 
-    from fullshard.describe import describe
+    from fullshard.data.describe import describe
     from fullshard.terminal import Terminal
 
     describe(recipe, rows=arguments.rows, terminal=Terminal(main_process=True))
@@ -178,7 +181,7 @@ def _export(argv: list[str]) -> None:
     )
     arguments = parser.parse_args(argv)
 
-    from fullshard.export import describe_export, export_checkpoint, exportable
+    from fullshard.checkpoint.export import describe_export, export_checkpoint, exportable
 
     checkpoint, folder = exportable(arguments.path)
     folder = arguments.output or folder

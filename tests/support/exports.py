@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
-from fullshard.tokenizer import BUNDLED_TOKENIZER
+from fullshard.data.tokenizer import BUNDLED_TOKENIZER
 from support.models import TIED, TINY
 
 # As many rows as the bundled tokenizer needs, and a few: divides by no world size here.

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fullshard.config import DEFAULT_SHARDING, ModelConfig, ShardingConfig
-from fullshard.memory import MemoryUse, measure_memory, optimizer_bytes, tensor_bytes
-from fullshard.optim import build_optimizer
+from fullshard.measure.memory import MemoryUse, measure_memory, optimizer_bytes, tensor_bytes
+from fullshard.model.optim import build_optimizer
+from fullshard.recipe.fields import DEFAULT_SHARDING, ModelConfig, ShardingConfig
 from support.models import prepared
 from support.steps import OPTIM
 
@@ -33,7 +33,7 @@ def memory_of_a_step(
     sharding: ShardingConfig = DEFAULT_SHARDING,
 ) -> dict[str, int]:
     """Bytes of this rank, less what was there before the model. "in_last_layer": before its last matrix product, in its last forward."""
-    from fullshard.train import train_step
+    from fullshard.train.step import train_step
 
     gc.collect()
     base = measured(lambda: None).allocated

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fullshard.config import DEFAULT_SHARDING, ModelConfig, ShardingConfig
-from fullshard.model import build_on_meta, llama_config
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.recipe.fields import DEFAULT_SHARDING, ModelConfig, ShardingConfig
 
 TINY = ModelConfig(
     vocab_size=131,  # divides by no world size here, so the last rank's shard is the smaller one
@@ -33,8 +33,9 @@ MHA = ModelConfig(
 
 
 def prepared(model: ModelConfig = TINY, *, seed: int = 7, sharding: ShardingConfig = DEFAULT_SHARDING) -> tuple[Any, Any]:
-    from fullshard.accelerator import build_accelerator, prepare_model
-    from fullshard.sharding import placement_from_environment
+    from fullshard.parallel.accelerator import build_accelerator
+    from fullshard.parallel.wrap import prepare_model
+    from fullshard.placement.placement import placement_from_environment
 
     accelerator = build_accelerator(placement=placement_from_environment(), sharding=sharding, trackers=[])
     return accelerator, prepare_model(accelerator, build_on_meta(llama_config(model)), seed=seed, sharding=sharding)

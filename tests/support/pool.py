@@ -82,7 +82,7 @@ class GlooPool:
         **arguments: Any,
     ) -> list[Any]:
         """config: a file in accelerate_configs/ or a path. A rank that raises fails the test with its traceback; so does a hang."""
-        from fullshard.sharding import environment_from_yaml
+        from fullshard.placement.placement import environment_from_yaml
 
         path = Path(config) if Path(config).is_absolute() else ROOT / "accelerate_configs" / config
         with tempfile.TemporaryDirectory() as folder:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.config import OptimConfig
-from fullshard.losses import IGNORED
-from fullshard.model import build_on_meta, canonical_parameters, llama_config, materialise, whole_tensor
-from fullshard.optim import build_optimizer, build_schedule, learning_rate_factor
+from fullshard.model.build import build_on_meta, llama_config
+from fullshard.model.initialise import materialise
+from fullshard.model.losses import IGNORED
+from fullshard.model.optim import build_optimizer, build_schedule
+from fullshard.model.parameters import canonical_parameters, whole_tensor
+from fullshard.recipe.fields import OptimConfig
+from fullshard.recipe.schedule import learning_rate_factor
 from support.models import TINY, prepared
 
 OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1)
@@ -34,7 +37,7 @@ def whole_parameters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def steps(*, micro_batch_size: int, max_grad_norm: float | None = None, count: int = 3, optim: OptimConfig = OPTIM) -> dict[str, Any]:
-    from fullshard.train import train_step
+    from fullshard.train.step import train_step
 
     accelerator, model = prepared(TINY)
     raw = build_optimizer(model.parameters(), optim=optim)
@@ -95,7 +98,7 @@ def reference(max_grad_norm: float | None = None, count: int = 3, optim: OptimCo
 
 
 def held_out_loss(rows_per_rank: list[int], micro_batch_size: int) -> float | None:
-    from fullshard.evaluate import evaluate
+    from fullshard.train.evaluate import evaluate
 
     accelerator, model = prepared(TINY)
     rows = torch.randint(0, 131, (sum(rows_per_rank), 17), generator=torch.Generator().manual_seed(0))
@@ -106,8 +109,8 @@ def held_out_loss(rows_per_rank: list[int], micro_batch_size: int) -> float | No
 
 
 def completions(model: Any) -> list[str]:
-    from fullshard.evaluate import complete
-    from fullshard.tokenizer import load_tokenizer
+    from fullshard.data.tokenizer import load_tokenizer
+    from fullshard.train.evaluate import complete
 
     accelerator, prepared_model = prepared(model)
     return complete(accelerator, prepared_model, tokenizer=load_tokenizer("bundled"), prompts=["import os", "x"], tokens=5, seed=0)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from fsspec.compression import compr
 
-from fullshard.config import DataConfig
-from fullshard.data import Batches, merge_positions, train_batches, weighed
-from fullshard.sources import list_corpus
-from fullshard.tokenizer import load_tokenizer
+from fullshard.data.batches import Batches, merge_positions, train_batches, weighed
+from fullshard.data.sources import list_corpus
+from fullshard.data.tokenizer import load_tokenizer
+from fullshard.recipe.fields import DataConfig
 
 TOKENIZER = load_tokenizer("bundled")
 EOS = int(TOKENIZER.eos_token_id)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.config import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig, ModelConfig, Recipe, TrainConfig
 from fullshard.errors import UserError
+from fullshard.recipe.fields import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig, ModelConfig, Recipe, TrainConfig
 from support.models import TINY, prepared
 from support.steps import OPTIM
 
@@ -79,9 +79,10 @@ def with_train(recipe: Recipe, **options: Any) -> Recipe:
 
 def assembled(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     """(what find_checkpoint says, what the recipe .py makes before the run starts, the checkpoint loaded)."""
-    from fullshard.bad_steps import BadSteps
-    from fullshard.checkpoint import find_checkpoint, load_checkpoint
-    from fullshard.optim import build_optimizer, build_schedule
+    from fullshard.checkpoint.resume import find_checkpoint
+    from fullshard.checkpoint.state import load_checkpoint
+    from fullshard.model.bad_steps import BadSteps
+    from fullshard.model.optim import build_optimizer, build_schedule
 
     accelerator, model = prepared(recipe.model, seed=recipe.seed)
     resume = find_checkpoint(recipe=recipe, accelerator=accelerator)
@@ -95,7 +96,7 @@ def assembled(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
 
 def whole_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Weights and moments, gathered."""
-    from fullshard.tensors import training_tensors
+    from fullshard.checkpoint.tensors import training_tensors
 
     tensors = training_tensors(model, optimizer)
     return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors.items()}
@@ -103,9 +104,9 @@ def whole_state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 def run_steps(*, recipe: Recipe, lost_at: int | None = None, lost_ranks: tuple[int, ...] = (1,)) -> dict[str, Any]:
     """What recipes/pretrain.py does, on made-up rows."""
-    from fullshard.run import start
-    from fullshard.sharding import placement_from_environment
-    from fullshard.train import train
+    from fullshard.placement.placement import placement_from_environment
+    from fullshard.train.loop import train
+    from fullshard.train.run import start
 
     Path(recipe.output_dir).mkdir(exist_ok=True)
     with warnings.catch_warnings():
@@ -142,8 +143,9 @@ def run_steps(*, recipe: Recipe, lost_at: int | None = None, lost_ranks: tuple[i
 
 def saving(recipe: Recipe, parts: dict[str, Any]) -> Any:
     """save(step): to disk when it returns, without training."""
-    from fullshard.checkpoint import Resume, Saver
-    from fullshard.sharding import placement_from_environment
+    from fullshard.checkpoint.resume import Resume
+    from fullshard.checkpoint.save import Saver
+    from fullshard.placement.placement import placement_from_environment
 
     saver = Saver(
         recipe=recipe, placement=placement_from_environment(), accelerator=parts["accelerator"], resume=Resume(schedule_steps=STEPS)

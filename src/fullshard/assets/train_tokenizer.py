@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fullshard.sources import stdlib_files
-from fullshard.tokenizer import BUNDLED_TOKENIZER, END_OF_TEXT
+from fullshard.data.sources import stdlib_files
+from fullshard.data.tokenizer import BUNDLED_TOKENIZER, END_OF_TEXT
 
 VOCAB_SIZE = 4096
 
