@@ -171,8 +171,7 @@ def _export(
     """Write <folder>.tmp, sync it, give it the name. Collective where `collect` and `main` are."""
     config = copy.deepcopy(config)
     config.use_cache = True  # Off for training alone.
-    config.architectures = ["LlamaForCausalLM"]
-    config.dtype = dtype
+    config.architectures, config.dtype = ["LlamaForCausalLM"], dtype
     whole = build_on_meta(config).to(getattr(torch, dtype))
     files = split_torch_state_dict_into_shards(dict(whole.named_parameters()), max_shard_size=FILE_BYTES)
     target = folder.resolve()  # Of a link, or of ".", the folder itself is replaced.

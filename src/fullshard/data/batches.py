@@ -23,7 +23,7 @@ from fullshard.data.corpus import Corpus
 from fullshard.data.dealing import deal, packed_pieces, stream_tokens, uneven_line, unpacked_pieces
 from fullshard.data.loader import Plan, position_from, rows_in_order, stream_name
 from fullshard.data.order import order_changes, order_of
-from fullshard.data.pieces import Tally
+from fullshard.data.pieces import Piece, Tally
 from fullshard.data.readers import first_document
 from fullshard.data.shape import read_amplification
 from fullshard.data.sources import list_corpus
@@ -189,19 +189,10 @@ def train_batches(
     from_start = position is None or not position["streams"]
     if from_start:
         corpus = weighed(corpus, data=data, tokenizer=tokenizer)
-        assert corpus.weights is not None
-        row_tokens = data.sequence_length + 1
-        dealt = [
-            deal(source, weights, count=count, seed=seed, row_tokens=row_tokens)
-            for source, weights in zip(corpus.training, corpus.weights, strict=True)
-        ]
+        dealt = _deal(corpus, data=data, seed=seed)
     else:
         assert position is not None
-        packed = position["dealt"]
-        dealt = [
-            [unpacked_pieces(source, packed[str(stream)][number]) for stream in range(count)]
-            for number, source in enumerate(corpus.training)
-        ]
+        dealt = _dealt_before(corpus, position["dealt"], count=count)
     plan = Plan(
         data=data,
         seed=seed,
@@ -226,19 +217,47 @@ def train_batches(
         subject = f"{', '.join(changed)}: not what the checkpoint was made with, as allowed"
         batches.note("data position", f"{subject}; the data begin anew after {batches.position()['rows']:,} rows")
     if from_start and rank == 0:  # The same on all of them.
-        assert corpus.weights is not None
-        for source, weights, dealt_source in zip(corpus.training, corpus.weights, plan.dealt, strict=True):
-            if line := uneven_line(source, weights, dealt_source, seed=seed, row_tokens=data.sequence_length + 1, world_size=world_size):
-                batches.note(f"{source.name}: shares", line)
-    for source, reading, dealt_source in zip(corpus.training, readings, plan.dealt, strict=True):
-        if len(source.files) < count and from_start:  # It opens files that a run which goes on may not need for long.
-            pieces = [piece for number in plan.own for piece in dealt_source[number]]
-            if (times := read_amplification(pieces, reading)) > 1.05:
-                line = f"{len(source.files)} files for {count} streams: what is read is decoded {times:.1f} times"
-                batches.note(
-                    f"{source.name}: amplification", f"{source.name}: {line}; smaller row groups or fewer data.num_streams decode less"
-                )
+        _note_shares(batches, plan, corpus, world_size=world_size)
+    if from_start:  # It opens files that a run which goes on may not need for long.
+        _note_amplification(batches, plan)
     return batches
+
+
+def _deal(corpus: Corpus, *, data: DataConfig, seed: int) -> list[list[list[Piece]]]:
+    """The pieces of each source's streams: [source][stream]. The corpus is weighed."""
+    assert corpus.weights is not None
+    return [
+        deal(source, weights, count=data.num_streams, seed=seed, row_tokens=data.sequence_length + 1)
+        for source, weights in zip(corpus.training, corpus.weights, strict=True)
+    ]
+
+
+def _dealt_before(corpus: Corpus, packed: dict[str, Any], *, count: int) -> list[list[list[Piece]]]:
+    """As `_deal`, from what a checkpoint has of it."""
+    return [
+        [unpacked_pieces(source, packed[str(stream)][number]) for stream in range(count)] for number, source in enumerate(corpus.training)
+    ]
+
+
+def _note_shares(batches: Batches, plan: Plan, corpus: Corpus, *, world_size: int) -> None:
+    """Where streams get tokens that are not equal to 2 %."""
+    assert corpus.weights is not None
+    row_tokens = plan.data.sequence_length + 1
+    for source, weights, dealt in zip(corpus.training, corpus.weights, plan.dealt, strict=True):
+        if line := uneven_line(source, weights, dealt, seed=plan.seed, row_tokens=row_tokens, world_size=world_size):
+            batches.note(f"{source.name}: shares", line)
+
+
+def _note_amplification(batches: Batches, plan: Plan) -> None:
+    """Where streams that share a file decode more of it than they use."""
+    for reading, dealt in zip(plan.readings, plan.dealt, strict=True):
+        source, streams = reading.source, plan.data.num_streams
+        if len(source.files) < streams:
+            pieces = [piece for stream in plan.own for piece in dealt[stream]]
+            if (times := read_amplification(pieces, reading)) > 1.05:
+                line = f"{len(source.files)} files for {streams} streams: what is read is decoded {times:.1f} times"
+                fix = "smaller row groups or fewer data.num_streams decode less"
+                batches.note(f"{source.name}: amplification", f"{source.name}: {line}; {fix}")
 
 
 def survey(data: DataConfig, *, tokenizer: PreTrainedTokenizerFast, held_out: bool, position: dict[str, Any] | None) -> Corpus:

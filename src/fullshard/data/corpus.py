@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+
+from fullshard.recipe.fields import DataConfig, SourceConfig, SourcePlace
 
 if TYPE_CHECKING:
     from fullshard.data.weighing import Weights
@@ -88,3 +90,8 @@ def file_format(builder: str, url: str) -> str:
 def enterable(builder: str, url: str) -> bool:
     """Whether a reader can begin in the middle of the file at no cost."""
     return file_format(builder, url) in ("parquet", "arrow", "lines")
+
+
+def sources_of(data: DataConfig) -> list[SourceConfig]:
+    """The training sources: those of the mixture, or the single one that `data` itself describes."""
+    return list(data.mixture) or [SourceConfig(**{entry.name: getattr(data, entry.name) for entry in fields(SourcePlace)})]

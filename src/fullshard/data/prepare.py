@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from fullshard import __version__
-from fullshard.data.corpus import COMPRESSED, File, Source
+from fullshard.data.corpus import COMPRESSED, File, Source, sources_of
 from fullshard.data.pieces import Piece, Reading, Tally
 from fullshard.data.sample import take_sample
 from fullshard.data.shards import COLUMN, Show, Unit, make_shards
@@ -31,7 +31,7 @@ from fullshard.data.streams import encoder, reading_of, whole
 from fullshard.data.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
 from fullshard.errors import UserError, first_line
 from fullshard.files import write_whole
-from fullshard.recipe.fields import DataConfig, sources_of
+from fullshard.recipe.fields import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -16,10 +16,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.data.corpus import COMPRESSED, ENDINGS, FILE_BUILDERS, Corpus, File, Source, file_format
+from fullshard.data.corpus import COMPRESSED, ENDINGS, FILE_BUILDERS, Corpus, File, Source, file_format, sources_of
 from fullshard.data.hub import ask_hub, is_transient, open_options, reason, retrying
 from fullshard.errors import UserError, one_line
-from fullshard.recipe.fields import DataConfig, SourceConfig, sources_of
+from fullshard.recipe.fields import DataConfig, SourceConfig
 
 HELD_OUT_EVERY = 20  # One file in so many of the standard library is held out.
 LISTING_THREADS = 16

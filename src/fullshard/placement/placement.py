@@ -97,14 +97,11 @@ def launch_environment(checked: Mapping[str, Any], *, processes: int) -> dict[st
 
 
 def placement_of(env: Mapping[str, str], *, source: str) -> Placement:
-    def flag(key: str, default: str) -> bool:
-        return env.get(key, default).lower() in ("true", "1", "yes", "y", "t", "on")
-
+    """From what the launcher tells its ranks. `source` is the file or the command that a message names."""
     if steps := env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         fix = "derived from the recipe's train.global_batch_size; unset it"
         raise UserError(f"environment: ACCELERATE_GRADIENT_ACCUMULATION_STEPS: {steps}: {fix}")
     processes = int(env.get("WORLD_SIZE", "1"))
-    fsdp = flag("ACCELERATE_USE_FSDP", "false")
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in TOP_RULES["mixed_precision"]:  # type: ignore[operator]
         raise refusal(source, "mixed_precision", precision, "must be one of no, bf16, fp16")
@@ -112,80 +109,101 @@ def placement_of(env: Mapping[str, str], *, source: str) -> Placement:
         "num_processes": processes,
         "mixed_precision": precision,
         "dynamo_backend": env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper(),
-        "dynamo_regional": flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "false"),
+        "dynamo_regional": _is_on(env, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
     }
-    if not fsdp:
+    if not _is_on(env, "ACCELERATE_USE_FSDP"):
         return Placement(distributed_type="MULTI_GPU" if "WORLD_SIZE" in env else "NO", dp_replicate_size=processes, **common)
     if (version := env.get("FSDP_VERSION", "1")) not in ("1", "2"):
         raise refusal(source, "fsdp_version", version, "must be 1 or 2")
-    if flag("FSDP_CPU_RAM_EFFICIENT_LOADING", "false"):
+    if _is_on(env, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise refusal(source, "fsdp_cpu_ram_efficient_loading", True, META)
     policy = env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
     if policy == "SIZE_BASED_WRAP" and version == "1":
         raise refusal(source, "fsdp_auto_wrap_policy", policy, "not supported with FSDP1; write fsdp_version: 2")
-    if policy != "TRANSFORMER_BASED_WRAP" and flag("FSDP_ACTIVATION_CHECKPOINTING", "false"):
+    if policy != "TRANSFORMER_BASED_WRAP" and _is_on(env, "FSDP_ACTIVATION_CHECKPOINTING"):
         fix = f"goes around the classes that are wrapped, and {policy} names none; use the recipe's sharding.activation_checkpointing"
         raise refusal(source, "fsdp_activation_checkpointing", True, fix)
-    replicate, shard = 1, processes
-    reshard_after_forward = flag("FSDP_RESHARD_AFTER_FORWARD", "true")
     if version == "1":
-        strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()
-        strategies = ", ".join(FSDP1_RULES["fsdp_sharding_strategy"])  # type: ignore[arg-type]
-        told: dict[str, str | bool] = {
-            "fsdp_sharding_strategy": strategy,
-            "fsdp_use_orig_params": flag("FSDP_USE_ORIG_PARAMS", "false"),
-            "fsdp_sync_module_states": flag("FSDP_SYNC_MODULE_STATES", "false"),
-        }
-        for key, value in told.items():
-            if value not in FSDP1_RULES[key]:  # type: ignore[operator]
-                raise refusal(source, key, value, REFUSED_VALUES.get((key, value), f"must be one of {strategies}"))
-        if common["dynamo_regional"]:
-            fix = "torch cannot compile layer by layer under FSDP1; write false, or fsdp_version: 2"
-            raise refusal(source, "dynamo_config.dynamo_use_regional_compilation", True, fix)
-        for key in ("FSDP_OFFLOAD_PARAMS", "ACCELERATE_USE_PARALLELISM_CONFIG"):
-            if flag(key, "false"):
-                raise refusal(source, key.removeprefix("ACCELERATE_").lower(), True, "not supported with FSDP1; write fsdp_version: 2")
-        common |= {
-            "fsdp_version": 1,
-            "sharding_strategy": strategy,
-            "backward_prefetch": env.get("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH").upper(),
-            "forward_prefetch": flag("FSDP_FORWARD_PREFETCH", "false"),
-        }
-        reshard_after_forward = strategy in ("FULL_SHARD", "HYBRID_SHARD")
-        # FSDP1 under Accelerate has a copy per machine.
-        local = processes if strategy != "HYBRID_SHARD" else int(env.get("LOCAL_WORLD_SIZE", processes))
-        replicate, shard = (processes, 1) if strategy == "NO_SHARD" else (processes // local, local)
-        if strategy == "HYBRID_SHARD" and (replicate == 1 or shard == 1):
-            fix = f"a copy per machine, sharded inside it: nothing to do with machines x ranks = {replicate} x {shard}; write "
-            fix += "FULL_SHARD" if replicate == 1 else "NO_SHARD"
-            raise refusal(source, "fsdp_sharding_strategy", strategy, fix)
-    if flag("ACCELERATE_USE_PARALLELISM_CONFIG", "false"):
-        replicate, shard = (int(env.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1")) for axis in ("REPLICATE", "SHARD"))
-        for axis in ("TP", "CP", "SP"):
-            if (size := env.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) != "1":
-                raise refusal(source, f"parallelism_config_{axis.lower()}_size", size, "must be 1: not supported")
-        if replicate * shard != processes:
-            fix = f"dp_replicate_size x dp_shard_size, {replicate} x {shard} = {replicate * shard}, must equal num_processes, {processes}"
-            raise refusal(source, "parallelism_config.parallelism_config_dp_shard_size", shard, fix)
-        if shard == 1 and processes > 1:
-            fix = "nothing would be sharded; raise it, or use distributed_type MULTI_GPU"
-            raise refusal(source, "parallelism_config.parallelism_config_dp_shard_size", shard, fix)
+        of_version = _fsdp1(env, source=source, processes=processes, compiles_layers=common["dynamo_regional"])
+    else:
+        of_version = {"reshard_after_forward": _is_on(env, "FSDP_RESHARD_AFTER_FORWARD", "true"), "dp_shard_size": processes}
+    if _is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        of_version |= _mesh(env, source=source, processes=processes)
+    return Placement(
+        distributed_type="FSDP",
+        auto_wrap_policy=policy,
+        transformer_cls_names_to_wrap=_wrapped_classes(env, source=source),
+        min_num_params=int(env.get("FSDP_MIN_NUM_PARAMS", "0")),
+        state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT" if version == "1" else "SHARDED_STATE_DICT").upper(),
+        activation_checkpointing=_is_on(env, "FSDP_ACTIVATION_CHECKPOINTING"),
+        activation_checkpointing_offload=_is_on(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
+        offload_params=_is_on(env, "FSDP_OFFLOAD_PARAMS"),
+        **common,
+        **of_version,
+    )
+
+
+def _is_on(env: Mapping[str, str], key: str, default: str = "false") -> bool:
+    """As Accelerate reads a switch."""
+    return env.get(key, default).lower() in ("true", "1", "yes", "y", "t", "on")
+
+
+def _fsdp1(env: Mapping[str, str], *, source: str, processes: int, compiles_layers: bool) -> dict[str, Any]:
+    """The fields of Placement that FSDP1 decides. Raises UserError for what it cannot do."""
+    strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD").upper()
+    strategies = ", ".join(FSDP1_RULES["fsdp_sharding_strategy"])  # type: ignore[arg-type]
+    told: dict[str, str | bool] = {
+        "fsdp_sharding_strategy": strategy,
+        "fsdp_use_orig_params": _is_on(env, "FSDP_USE_ORIG_PARAMS"),
+        "fsdp_sync_module_states": _is_on(env, "FSDP_SYNC_MODULE_STATES"),
+    }
+    for key, value in told.items():
+        if value not in FSDP1_RULES[key]:  # type: ignore[operator]
+            raise refusal(source, key, value, REFUSED_VALUES.get((key, value), f"must be one of {strategies}"))
+    if compiles_layers:
+        fix = "torch cannot compile layer by layer under FSDP1; write false, or fsdp_version: 2"
+        raise refusal(source, "dynamo_config.dynamo_use_regional_compilation", True, fix)
+    for key in ("FSDP_OFFLOAD_PARAMS", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        if _is_on(env, key):
+            raise refusal(source, key.removeprefix("ACCELERATE_").lower(), True, "not supported with FSDP1; write fsdp_version: 2")
+    # FSDP1 under Accelerate has a copy per machine.
+    local = processes if strategy != "HYBRID_SHARD" else int(env.get("LOCAL_WORLD_SIZE", processes))
+    replicate, shard = (processes, 1) if strategy == "NO_SHARD" else (processes // local, local)
+    if strategy == "HYBRID_SHARD" and (replicate == 1 or shard == 1):
+        fix = f"a copy per machine, sharded inside it: nothing to do with machines x ranks = {replicate} x {shard}; write "
+        fix += "FULL_SHARD" if replicate == 1 else "NO_SHARD"
+        raise refusal(source, "fsdp_sharding_strategy", strategy, fix)
+    return {
+        "fsdp_version": 1,
+        "sharding_strategy": strategy,
+        "backward_prefetch": env.get("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH").upper(),
+        "forward_prefetch": _is_on(env, "FSDP_FORWARD_PREFETCH"),
+        "reshard_after_forward": strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        "dp_replicate_size": replicate,
+        "dp_shard_size": shard,
+    }
+
+
+def _mesh(env: Mapping[str, str], *, source: str, processes: int) -> dict[str, Any]:
+    """The sizes that a parallelism_config gives. Raises UserError where they do not make up the number of processes."""
+    replicate, shard = (int(env.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE", "1")) for axis in ("REPLICATE", "SHARD"))
+    for axis in ("TP", "CP", "SP"):
+        if (size := env.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) != "1":
+            raise refusal(source, f"parallelism_config_{axis.lower()}_size", size, "must be 1: not supported")
+    if replicate * shard != processes:
+        fix = f"dp_replicate_size x dp_shard_size, {replicate} x {shard} = {replicate * shard}, must equal num_processes, {processes}"
+        raise refusal(source, "parallelism_config.parallelism_config_dp_shard_size", shard, fix)
+    if shard == 1 and processes > 1:
+        fix = "nothing would be sharded; raise it, or use distributed_type MULTI_GPU"
+        raise refusal(source, "parallelism_config.parallelism_config_dp_shard_size", shard, fix)
+    return {"dp_replicate_size": replicate, "dp_shard_size": shard}
+
+
+def _wrapped_classes(env: Mapping[str, str], *, source: str) -> tuple[str, ...]:
     classes = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    for name in classes.split(",") if classes else ():
+    names = tuple(classes.split(",")) if classes else ()
+    for name in names:
         if name not in WRAPPABLE:
             fix = f"not in the model, or no unit of it; choose from {', '.join(WRAPPABLE)}"
             raise refusal(source, "fsdp_config.fsdp_transformer_layer_cls_to_wrap", name, fix)
-    return Placement(
-        distributed_type="FSDP",
-        dp_replicate_size=replicate,
-        dp_shard_size=shard,
-        reshard_after_forward=reshard_after_forward,
-        auto_wrap_policy=policy,
-        transformer_cls_names_to_wrap=tuple(classes.split(",")) if classes else (),
-        min_num_params=int(env.get("FSDP_MIN_NUM_PARAMS", "0")),
-        state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT" if version == "1" else "SHARDED_STATE_DICT").upper(),
-        activation_checkpointing=flag("FSDP_ACTIVATION_CHECKPOINTING", "false"),
-        activation_checkpointing_offload=flag("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false"),
-        offload_params=flag("FSDP_OFFLOAD_PARAMS", "false"),
-        **common,
-    )
+    return names

@@ -73,59 +73,34 @@ def predict_memory(
       gradient_sync every_step: the whole gradient, 4 P, in place of the gradients of earlier micro batches.
       The others are FSDP2's: `_sharded_peak`.
     """
-    c = 4 if placement.mixed_precision == "no" else 2
     counts = parameter_counts(model)
-    tokens = micro_batch_size * sequence_length
     sharded = placement.distributed_type == "FSDP"
-    flat = sharded and placement.fsdp_version == 1
     local = -(-counts["total"] // placement.dp_shard_size) if sharded else counts["total"]
     parameters, gradients, optimizer = 4 * local, 4 * local, 8 * local
-
-    per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=document_mask)
-    if flat:  # Accelerate returns FSDP1's logits in fp32.
-        per_token |= {"head": per_token["head"] + (4 - c) * model.vocab_size, "logits": 4 * model.vocab_size}
-    layers, recomputed = _kept_by_layers(
-        model,
-        kind=sharding.activation_checkpointing or ("full" if placement.activation_checkpointing else "none"),
-        every=sharding.activation_checkpointing_every or 1,
-        layer=per_token["layer"],
-        layer_input=(c if sharded else 4) * model.hidden_size,
-        compute_bytes=c,
-    )
-    mask = c * tokens * sequence_length if document_mask else 0
-    activations = mask + tokens * (layers + per_token["head"])
     several = gradient_accumulation_steps > 1
     late = sharded and several and sharding.gradient_sync == "every_step"
     summed = 4 * counts["total"] if late else 0 if placement.offload_params else gradients
-    step = _Step(
-        compute_bytes=c,
-        earlier=summed if several else 0,
+    step = _bytes_of_step(
+        model,
+        placement=placement,
+        sharding=sharding,
+        tokens=micro_batch_size * sequence_length,
+        mask_row=sequence_length if document_mask else 0,
         gradients=summed,
-        loss=activations + tokens * (8 * model.vocab_size - per_token["logits"]),
-        layers=mask + tokens * layers,
-        recomputed=tokens * recomputed,
-        tied=counts["embedding"] if model.tie_word_embeddings else 0,
+        earlier=summed if several else 0,
     )
-    if flat:
-        last_layer = tokens * (layers // model.num_hidden_layers - recomputed)
-        gathered, peak = _flat_peak(step, model=model, placement=placement, last_layer=last_layer)
-    elif sharded:
-        gathered, peak = _sharded_peak(step, model=model, placement=placement, sharding=sharding, late=late)
+    if not sharded:
+        gathered, peak = _replicated_peak(step, model=model, placement=placement)
+    elif placement.fsdp_version == 1:
+        gathered, peak = _flat_peak(step, model=model, placement=placement)
     else:
-        casts = c * (counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])) if c < 4 else 0
-        buckets = 4 * counts["total"] if placement.distributed_type == "MULTI_GPU" else 0
-        gathered = buckets + casts
-        peak = max(
-            step.earlier + max(step.loss, step.layers + step.recomputed) + gathered,
-            step.gradients + buckets,
-            step.earlier + buckets + 8 * step.tied,
-        )
+        gathered, peak = _sharded_peak(step, model=model, placement=placement, sharding=sharding, late=late)
     return {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
         "gathered": gathered,
-        "activations": activations,
+        "activations": step.activations,
         "peak": peak if placement.offload_params else parameters + optimizer + peak,
     }
 
@@ -139,13 +114,50 @@ class _Step:
     """Gradients of earlier micro batches."""
     gradients: int
     """At the end, before they are reduced for good."""
+    activations: int
+    """At the end of the forward."""
     loss: int
     """Activations and what the loss's backward adds."""
     layers: int
     """Activations of the layers, mask included."""
     recomputed: int
+    """Activations of a checkpointed layer, computed again in its backward."""
+    last_layer: int
+    """Activations of the layers that are gone when the last one's gradient is reduced."""
     tied: int
     """Parameters that embedding and head share."""
+
+
+def _bytes_of_step(
+    model: ModelConfig, *, placement: Placement, sharding: ShardingConfig, tokens: int, mask_row: int, gradients: int, earlier: int
+) -> _Step:
+    """tokens: of a micro batch. mask_row: sequence_length where there is a document mask, else 0. gradients, earlier: as in `_Step`."""
+    c = 4 if placement.mixed_precision == "no" else 2
+    sharded = placement.distributed_type == "FSDP"
+    per_token = activation_bytes_per_token(model, compute_bytes=c, autocast=not sharded, document_mask=mask_row > 0)
+    if sharded and placement.fsdp_version == 1:  # Accelerate returns FSDP1's logits in fp32.
+        per_token |= {"head": per_token["head"] + (4 - c) * model.vocab_size, "logits": 4 * model.vocab_size}
+    layers, recomputed = _kept_by_layers(
+        model,
+        kind=sharding.activation_checkpointing or ("full" if placement.activation_checkpointing else "none"),
+        every=sharding.activation_checkpointing_every or 1,
+        layer=per_token["layer"],
+        layer_input=(c if sharded else 4) * model.hidden_size,
+        compute_bytes=c,
+    )
+    mask = c * tokens * mask_row
+    activations = mask + tokens * (layers + per_token["head"])
+    return _Step(
+        compute_bytes=c,
+        earlier=earlier,
+        gradients=gradients,
+        activations=activations,
+        loss=activations + tokens * (8 * model.vocab_size - per_token["logits"]),
+        layers=mask + tokens * layers,
+        recomputed=tokens * recomputed,
+        last_layer=tokens * (layers // model.num_hidden_layers - recomputed),
+        tied=parameter_counts(model)["embedding"] if model.tie_word_embeddings else 0,
+    )
 
 
 def _sharded_peak(step: _Step, *, model: ModelConfig, placement: Placement, sharding: ShardingConfig, late: bool) -> tuple[int, int]:
@@ -195,6 +207,20 @@ def _sharded_peak(step: _Step, *, model: ModelConfig, placement: Placement, shar
     )
 
 
+def _replicated_peak(step: _Step, *, model: ModelConfig, placement: Placement) -> tuple[int, int]:
+    """(gathered, peak without parameters and optimizer) of DDP and of a single process."""
+    counts, c = parameter_counts(model), step.compute_bytes
+    casts = c * (counts["total"] - (0 if model.tie_word_embeddings else counts["embedding"])) if c < 4 else 0
+    buckets = 4 * counts["total"] if placement.distributed_type == "MULTI_GPU" else 0
+    gathered = buckets + casts
+    peak = max(
+        step.earlier + max(step.loss, step.layers + step.recomputed) + gathered,
+        step.gradients + buckets,
+        step.earlier + buckets + 8 * step.tied,
+    )
+    return gathered, peak
+
+
 def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, layer_input: int, compute_bytes: int) -> tuple[int, int]:
     """Bytes per token (that all layers keep from forward to backward, that are there beyond them where a layer's backward takes most).
 
@@ -219,14 +245,13 @@ def _kept_by_layers(model: ModelConfig, *, kind: str, every: int, layer: int, la
             return count * layer, 0
 
 
-def _flat_peak(step: _Step, *, model: ModelConfig, placement: Placement, last_layer: int) -> tuple[int, int]:
+def _flat_peak(step: _Step, *, model: ModelConfig, placement: Placement) -> tuple[int, int]:
     """FSDP1: (bytes gathered, peak without parameters and optimizer state).
 
     Embedding, norm and head are one unit, the root, which stays gathered from the forward to the end of the backward. Beside it two layers
     are gathered, one in use and one prefetched (BACKWARD_PRE), at the loss the latter; SHARD_GRAD_OP has all; NO_SHARD in fp32 none, in
     bf16 casts of the same.
     A unit's gradient exists three times when it is reduced: by parameter, as one flat tensor, and that in fp32 (not where it is already).
-    last_layer: bytes of the layers' activations that are gone when the last one's gradient is reduced.
     """
     c, shards = step.compute_bytes, placement.dp_shard_size
     units = {unit.name: unit.parameters for unit in fsdp_units(model, placement)}
@@ -239,7 +264,7 @@ def _flat_peak(step: _Step, *, model: ModelConfig, placement: Placement, last_la
     return gathered, max(
         step.earlier + step.loss + (gathered if keep else held * (root + layer)),
         step.earlier + step.layers + gathered + head,
-        step.earlier + step.layers - last_layer + gathered + head + (2 * c + cast) * layer,
+        step.earlier + step.layers - step.last_layer + gathered + head + (2 * c + cast) * layer,
         step.gradients + (held + 2 * c + cast) * root + (4 * root // shards if step.earlier and shards > 1 else 0),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fullshard.errors import UserError, error_line
@@ -344,8 +344,3 @@ def mistake(recipe: Recipe, key: str, fix: str) -> UserError:
     """The line for a value that is well-formed but does not fit: where it was written, key, value, fix."""
     source = recipe.sources.get(key, recipe.sources.get("", "recipe"))
     return UserError(error_line(source, key, functools.reduce(getattr, key.split("."), recipe), fix))
-
-
-def sources_of(data: DataConfig) -> list[SourceConfig]:
-    """The training sources: those of the mixture, or the single one that `data` itself describes."""
-    return list(data.mixture) or [SourceConfig(**{entry.name: getattr(data, entry.name) for entry in fields(SourcePlace)})]
