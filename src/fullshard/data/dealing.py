@@ -22,9 +22,6 @@ from fullshard.recipe.batch import divisors
 
 SNAP = 0.02  # Of a stream's tokens: a cut this near to a document's border is made there.
 
-
-# Dealing ---------------------------------------------------------------------------------------------------------------------------
-
 Point = tuple[int, float]
 """Of a file: (segment, share of it before the point); its end is (segments, 0.0)."""
 

@@ -108,3 +108,4 @@ class Bad:
 
 
 Entry = tuple[int, int | None, Any]
+"""(the document's row or byte offset in its file, cursor after it or None where the piece ends with it, text or token ids or Bad)"""

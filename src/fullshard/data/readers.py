@@ -20,8 +20,6 @@ from fullshard.data.pieces import Bad, Entry, Piece, Reading, Tally
 from fullshard.data.tables import read_arrow, read_parquet
 from fullshard.errors import UserError, first_line
 
-"""(the document's row or byte offset in its file, cursor after it or None where the piece ends with it, text or token ids or Bad)"""
-
 
 def documents(piece: Piece, cursor: int, reading: Reading, tally: Tally) -> Iterator[Entry]:
     """The documents of the piece from `cursor` on, 0 being its beginning.
